@@ -26,7 +26,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup  ## Train, break a layer, watch it being saved (about four minutes)
 	$(BIN)/fp8-safeguard demo
 
-serve: setup  ## Start the server on http://127.0.0.1:8765
+serve: setup  ## Start the server on http://127.0.0.1:8787
 	$(BIN)/fp8-safeguard serve
 
 test: setup  ## Run all tests

@@ -19,10 +19,14 @@ def rows() -> list[str]:
         control = report["control"]
         noise = f"{control['ratio']:.3f} [{control['low']:.3f}, {control['high']:.3f}]"
         for row in report["rows"]:
-            figure = f"{row['ratio']:.3f}x" if row["ratio"] is not None else f"{row['value']:.4g} {row['unit']}"
+            figure = (
+                f"{row['ratio']:.3f}x" if row["ratio"] is not None else f"{row['value']:.4g} {row['unit']}"
+            )
             interval = f"{row['low']:.3f} to {row['high']:.3f}" if row["low"] is not None else ""
             goal = "" if row["goal"] is None else str(row["goal"])
-            lines.append(f"| `{report['benchmark']}` | `{row['case']}` | {figure} | {interval} | {goal} | {noise} |")
+            lines.append(
+                f"| `{report['benchmark']}` | `{row['case']}` | {figure} | {interval} | {goal} | {noise} |"
+            )
     return lines
 
 

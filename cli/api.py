@@ -5,7 +5,7 @@ from typing import Any
 
 import httpx2
 
-DEFAULT_SERVER = "http://127.0.0.1:8765"
+DEFAULT_SERVER = "http://127.0.0.1:8787"
 
 
 class ApiError(Exception):
@@ -40,7 +40,9 @@ class Api:
         try:
             return answer.json()
         except ValueError as error:
-            raise ApiError(f"{self.server} answered something other than JSON: is it an fp8-safeguard server?") from error
+            raise ApiError(
+                f"{self.server} answered something other than JSON: is it an fp8-safeguard server?"
+            ) from error
 
     def items(self, path: str, **params: Any) -> list[Mapping[str, Any]]:
         """All items of a list, page after page."""
@@ -57,7 +59,9 @@ class Api:
         """The run that reported last."""
         runs = self.get("/runs")["items"]
         if not runs:
-            raise ApiError(f"{self.server} has no run yet. Attach a trainer to it, or try `fp8-safeguard demo`.")
+            raise ApiError(
+                f"{self.server} has no run yet. Attach a trainer to it, or try `fp8-safeguard demo`."
+            )
         return str(max(runs, key=lambda run: run.get("last_report") or "")["id"])
 
     def _problem(self, answer: httpx2.Response) -> str:

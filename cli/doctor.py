@@ -48,7 +48,9 @@ def report() -> dict[str, Any]:
 
 def lines(found: dict[str, Any]) -> list[str]:
     """The report as plain lines, what is missing named as such."""
-    text = [f"fp8-safeguard {found['fp8_safeguard']} on Python {found['python']}, {found['machine']}, {found['cpus']} CPUs"]
+    text = [
+        f"fp8-safeguard {found['fp8_safeguard']} on Python {found['python']}, {found['machine']}, {found['cpus']} CPUs"
+    ]
     text += [f"  {name:<12} {number or 'not installed'}" for name, number in found["packages"].items()]
     training = found["training"]
     if training["available"]:

@@ -1,13 +1,19 @@
 """The `fp8-safeguard` command and its options."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
 from fp8_safeguard.cli import read
+from fp8_safeguard.cli.api import ApiError
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Watch the numerics of FP8 training, and act on what is seen.")
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Watch the numerics of FP8 training, and act on what is seen.",
+)
 db = typer.Typer(no_args_is_help=True, help="The server's database.")
 app.add_typer(db, name="db")
 
@@ -25,7 +31,9 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def top(
-    show_version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
 ) -> None:
     """Watch the numerics of FP8 training, and act on what is seen."""
 
@@ -40,6 +48,77 @@ def doctor(as_json: read.Json = False) -> None:
         read.print_json(found)
     else:
         typer.echo("\n".join(checks.lines(found)))
+
+
+@app.command()
+def serve(
+    host: Annotated[
+        str | None, typer.Option(help="Address to listen on; anything but loopback needs a token.")
+    ] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one.")] = None,
+    workers: Annotated[int, typer.Option(min=1, help="Server processes; SQLite takes one.")] = 1,
+    database_url: Annotated[str | None, typer.Option(help="SQLAlchemy URL of the store.")] = None,
+) -> None:
+    """Start the server: ingest, dashboard, REST and Prometheus metrics."""
+    from pydantic import ValidationError
+
+    from fp8_safeguard.server.serve import run
+    from fp8_safeguard.server.settings import Settings
+
+    if workers > 1:
+        fail(f"--workers is {workers}; this release serves from one process. Leave it at 1.")
+    chosen = {"host": host, "port": port, "database_url": database_url}
+    try:
+        run(Settings(**{name: value for name, value in chosen.items() if value is not None}))
+    except (ValidationError, ValueError, OSError) as error:
+        fail(str(error))
+
+
+@app.command()
+def demo(
+    headless: Annotated[bool, typer.Option("--headless", help="Open no browser, wait for nobody.")] = False,
+    steps: Annotated[int, typer.Option(help="Steps of each run; the fault comes 70 before the end.")] = 270,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port of the server; 0 takes a free one.")
+    ] = 8787,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+    folder: Annotated[Path, typer.Option(help="Where the database and the checkpoint go.")] = Path(
+        "demo-data"
+    ),
+    seed: Annotated[int, typer.Option(min=0, help="Seed of weights, data order and fault.")] = 0,
+) -> None:
+    """Train on real text, break a layer, watch it being saved (about four minutes)."""
+    from fp8_safeguard.cli.demo import DemoError, DemoOptions, run_demo
+    from fp8_safeguard.cli.server_process import ServerStartError
+
+    options = DemoOptions(
+        steps=steps, port=port, headless=headless, folder=folder, json_file=json_file, seed=seed
+    )
+    try:
+        run_demo(options)
+    except (DemoError, ServerStartError, ApiError) as error:
+        fail(str(error))
+    except KeyboardInterrupt:
+        fail("Stopped.")
+
+
+@db.command()
+def upgrade(
+    database_url: Annotated[str | None, typer.Option(help="SQLAlchemy URL of the store.")] = None,
+) -> None:
+    """Bring the database to this release's schema."""
+    from fp8_safeguard.server.migrate import upgrade as migrate
+    from fp8_safeguard.server.settings import Settings
+
+    url = database_url or Settings().database_url
+    migrate(url)
+    typer.echo(f"{url} is current.")
+
+
+def fail(text: str) -> NoReturn:
+    """One line on stderr and exit code 1."""
+    typer.echo(text, err=True)
+    raise typer.Exit(1)
 
 
 def main() -> None:

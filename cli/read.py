@@ -66,13 +66,25 @@ def layers(
     if as_json:
         print_json(items)
         return
-    table("Layers, worst first", ["layer", "state", "metric", "slot", "value", "threshold", "step"], list(map(_layer_row, items)))
+    table(
+        "Layers, worst first",
+        ["layer", "state", "metric", "slot", "value", "threshold", "step"],
+        list(map(_layer_row, items)),
+    )
 
 
 def _layer_row(item: Mapping[str, Any]) -> list[object]:
     worst = item.get("worst") or {}
     slot = worst.get("gemm") or " ".join(filter(None, [worst.get("operand"), worst.get("layout")]))
-    return [item["layer"], item["state"], worst.get("metric"), slot, worst.get("value"), worst.get("threshold"), worst.get("step")]
+    return [
+        item["layer"],
+        item["state"],
+        worst.get("metric"),
+        slot,
+        worst.get("value"),
+        worst.get("threshold"),
+        worst.get("step"),
+    ]
 
 
 def alerts(run: Run = None, server: Server = None, token: Token = None, as_json: Json = False) -> None:

@@ -11,7 +11,10 @@ ROW = re.compile(r"^ {4}(?P<path>\S+\.py)  +(?P<text>.+)$")
 
 def packages() -> list[str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    return [name.removeprefix("fp8_safeguard.").replace(".", "/") for name in project["tool"]["setuptools"]["packages"]]
+    return [
+        name.removeprefix("fp8_safeguard.").replace(".", "/")
+        for name in project["tool"]["setuptools"]["packages"]
+    ]
 
 
 def first_sentence(path: Path) -> str:
@@ -37,5 +40,7 @@ def test_readme_tree_equals_the_module_docstrings() -> None:
 
 
 def test_every_module_opens_with_one_short_sentence() -> None:
-    long = {path: text for path, text in modules().items() if not text.endswith(".") or len(text.split()) > 16}
+    long = {
+        path: text for path, text in modules().items() if not text.endswith(".") or len(text.split()) > 16
+    }
     assert not long

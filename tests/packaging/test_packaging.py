@@ -50,7 +50,11 @@ def test_wheel_installs_one_top_level_name(wheel: Path) -> None:
 
 def test_wheel_carries_the_page_and_the_types(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
-    static = {path.relative_to(ROOT).as_posix() for path in (ROOT / "dashboards").rglob("*.*") if path.suffix in {".js", ".css", ".html", ".svg"}}
+    static = {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "dashboards").rglob("*.*")
+        if path.suffix in {".js", ".css", ".html", ".svg"}
+    }
     assert static
     assert {f"fp8_safeguard/{path}" for path in static} <= names
     assert {f"fp8_safeguard/{package.split('.')[1]}/py.typed" for package in listed_packages()} <= names
@@ -60,7 +64,18 @@ def test_wheel_carries_the_page_and_the_types(wheel: Path) -> None:
 def test_installed_wheel_imports_away_from_the_checkout(wheel: Path, tmp_path: Path) -> None:
     site = tmp_path / "site"
     subprocess.run(
-        [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(site), str(wheel)],
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--no-deps",
+            "--no-index",
+            "--target",
+            str(site),
+            str(wheel),
+        ],
         check=True,
         capture_output=True,
     )
@@ -69,7 +84,9 @@ def test_installed_wheel_imports_away_from_the_checkout(wheel: Path, tmp_path: P
     import numpy
 
     program = f"import sys; sys.path.append({str(Path(numpy.__file__).parents[1])!r}); " + program
-    done = subprocess.run([sys.executable, "-S", "-c", program], capture_output=True, text=True, check=True, cwd=tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", program], capture_output=True, text=True, check=True, cwd=tmp_path
+    )
     path, version = done.stdout.split()
     assert path == str(site / "fp8_safeguard" / "monitor" / "__init__.py")
     assert version == "0.1.0"
@@ -77,6 +94,10 @@ def test_installed_wheel_imports_away_from_the_checkout(wheel: Path, tmp_path: P
 
 def test_editable_install_reads_the_checkout(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", IMPORT_EVERY_LIGHT_PACKAGE], capture_output=True, text=True, check=True, cwd=tmp_path
+        [sys.executable, "-c", IMPORT_EVERY_LIGHT_PACKAGE],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=tmp_path,
     )
     assert done.stdout.split()[0] == str(ROOT / "monitor" / "__init__.py")

@@ -1,0 +1,145 @@
+"""The demo: train, break a layer, watch it being saved, and compare with three runs that were not."""
+
+import json
+import queue
+import sys
+import time
+import webbrowser
+from dataclasses import dataclass
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+
+from fp8_safeguard.cli.api import Api
+from fp8_safeguard.cli.demo_arms import ARMS, ArmMessage, ArmSpec, message_queue, start
+from fp8_safeguard.cli.demo_progress import Progress, make_progress
+from fp8_safeguard.cli.demo_report import DemoReport, read_report, summary_lines
+from fp8_safeguard.cli.server_process import ServerProcess
+
+TAIL_STEPS = 70
+"""Steps from the fault to the end: the harm needs about 25 to show, the means are taken over the last 20."""
+MINIMUM_HEALTHY_STEPS = 60
+"""Steps before the fault: the layers' own baselines need some history, and the loss its first descent."""
+PARALLEL_ARMS = 2
+SILENCE_SECONDS = 300.0
+
+
+class DemoError(Exception):
+    """The demo could not be run to its end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoOptions:
+    """What the command line asks of the demo."""
+
+    steps: int
+    """Steps of each run; the fault comes TAIL_STEPS before the end."""
+    port: int
+    """Port of the server; 0 takes a free one."""
+    headless: bool
+    """Open no browser and do not wait for a reader."""
+    folder: Path
+    """Where the database, the checkpoint and the server's log go."""
+    json_file: Path | None = None
+    """Where the figures go, as JSON."""
+    seed: int = 0
+    """Seed of weights, data order and fault."""
+
+    @property
+    def fault_step(self) -> int:
+        """First step with the fault."""
+        return self.steps - TAIL_STEPS
+
+
+def run_demo(options: DemoOptions) -> DemoReport:
+    """Everything from the empty folder to the summary; DemoError says what went wrong."""
+    if options.fault_step < MINIMUM_HEALTHY_STEPS:
+        raise DemoError(
+            f"--steps is {options.steps}; it must be at least {MINIMUM_HEALTHY_STEPS + TAIL_STEPS}: "
+            f"{MINIMUM_HEALTHY_STEPS} healthy ones and {TAIL_STEPS} from the fault on"
+        )
+    options.folder.mkdir(parents=True, exist_ok=True)
+    with ServerProcess(options.folder / "demo.db", options.port, options.folder / "server.log") as server:
+        runs = {arm: f"demo-{time.strftime('%m%d-%H%M%S')}-{arm.replace('_', '-')}" for arm in ARMS}
+        page = f"{server.url}/runs/{runs['protected']}"
+        say(f"Live page: {page}")
+        say(f"All runs:  {server.url}/")
+        if not options.headless and sys.stdout.isatty():
+            webbrowser.open(page)
+        train_arms(options, server.url, runs)
+        report = read_report(Api(server.url), runs, steps=options.steps, fault_step=options.fault_step)
+        write_report(options, report, server.url)
+        if not options.headless and sys.stdin.isatty():
+            input("The page stays until you press Enter. ")
+    say(f"To look again: fp8-safeguard serve --database-url {server.database_url}")
+    return report
+
+
+def train_arms(options: DemoOptions, server: str, runs: dict[str, str]) -> None:
+    """The protected run first; the others from its checkpoint, two processes at a time."""
+    messages = message_queue()
+    progress = make_progress(options.steps, options.fault_step)
+
+    def launch(arm: str) -> SpawnProcess:
+        spec = ArmSpec(
+            name=arm,  # type: ignore[arg-type]
+            run=runs[arm],
+            server=server,
+            checkpoint=options.folder / "at-fault.pt",
+            fault_step=options.fault_step,
+            steps=options.steps,
+            seed=options.seed,
+        )
+        return start(spec, messages)
+
+    waiting = [arm for arm in ARMS if arm != "protected"]
+    active = {"protected": launch("protected")}
+    forked = False
+    try:
+        with progress:
+            while active:
+                message = next_message(messages, active)
+                forked = forked or message.kind == "forked"
+                if message.kind == "failed":
+                    raise DemoError(f"The {message.arm} run failed: {message.text}")
+                if message.kind == "done":
+                    active.pop(message.arm).join()
+                progress.show(message)
+                while forked and waiting and len(active) < PARALLEL_ARMS:
+                    active[waiting[0]] = launch(waiting.pop(0))
+    finally:
+        for process in active.values():
+            process.terminate()
+            process.join()
+
+
+def next_message(messages: "queue.Queue[ArmMessage]", active: dict[str, SpawnProcess]) -> ArmMessage:
+    """The next line from any arm; DemoError when one died without a word or all are silent."""
+    deadline = time.monotonic() + SILENCE_SECONDS
+    while time.monotonic() < deadline:
+        try:
+            return messages.get(timeout=1.0)
+        except queue.Empty:
+            dead = [arm for arm, process in active.items() if not process.is_alive()]
+            if dead and messages.empty():
+                code = active[dead[0]].exitcode
+                raise DemoError(
+                    f"The {dead[0]} run ended without a word (exit code {code}); is memory short?"
+                ) from None
+    raise DemoError(f"No run reported a step for {SILENCE_SECONDS:.0f} s.")
+
+
+def write_report(options: DemoOptions, report: DemoReport, server: str) -> None:
+    """The closing summary, and the JSON file where one is asked for."""
+    say("\n".join(summary_lines(report, server)))
+    if options.json_file is not None:
+        options.json_file.parent.mkdir(parents=True, exist_ok=True)
+        options.json_file.write_text(json.dumps(report.to_json(), indent=2, allow_nan=False) + "\n")
+        say(f"Figures written to {options.json_file}")
+
+
+def say(text: str) -> None:
+    """One message on standard output, at once."""
+    print(text, flush=True)  # noqa: T201 (this is the command's output)
+
+
+__all__ = ["DemoError", "DemoOptions", "Progress", "run_demo"]

@@ -1,0 +1,1 @@
+"""Plotly figures and the web pages that show them."""

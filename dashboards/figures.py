@@ -1,0 +1,13 @@
+"""The public Plotly figures: heatmap, decision timeline, loss."""
+
+from fp8_safeguard.dashboards.heatmap import HeatmapInputError, heatmap_figure
+from fp8_safeguard.dashboards.loss import loss_figure
+from fp8_safeguard.dashboards.timeline import describe_target, timeline_figure
+
+__all__ = [
+    "HeatmapInputError",
+    "describe_target",
+    "heatmap_figure",
+    "loss_figure",
+    "timeline_figure",
+]

@@ -1,0 +1,107 @@
+"""How each metric is shown: name, unit, range, direction."""
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricView:
+    """Display of one metric; the numbers themselves are defined in monitor.stats."""
+
+    label: str
+    unit: str = ""
+    definition: str = ""
+    percent: bool = False
+    """Shown in percent; the values stay ratios."""
+    bounds: tuple[float, float] | None = None
+    """Fixed colour range on a linear scale; None takes it from the data."""
+    log_bounds: tuple[float, float] | None = None
+    """Fixed colour range on a log scale, from just under the format's noise floor upwards."""
+    worse_when_low: bool = False
+
+    @property
+    def hover_format(self) -> str:
+        """d3 format of one value."""
+        return ".3~p" if self.percent else ".4~g"
+
+
+def _ratio(label: str, definition: str, low: float) -> MetricView:
+    return MetricView(
+        label=label, definition=definition, percent=True, bounds=(0.0, 1.0), log_bounds=(low, 1.0)
+    )
+
+
+# Healthy E4M3 with [1,128] blocks reads about 3.5e-4 in distortion, 2.6 % in GEMM error and 1e-5 in underflow:
+# each log range starts a little below that, so healthy is one quiet colour.
+VIEWS: dict[str, MetricView] = {
+    "gradient_distortion": MetricView(
+        label="gradient distortion",
+        unit="(1 − cosine)",
+        definition="worst 1 − cosine of dy row, dy col, dgrad, wgrad",
+        bounds=(0.0, 1.0),
+        log_bounds=(1e-4, 1.0),
+    ),
+    "cosine_distortion": MetricView(
+        label="cosine distortion",
+        unit="(1 − cosine)",
+        definition="1 − cosine of the tensor and its FP8 image",
+        bounds=(0.0, 1.0),
+        log_bounds=(1e-4, 1.0),
+    ),
+    "relative_error": _ratio(
+        "GEMM error", "‖FP8 − high precision‖ over ‖high precision‖", 1e-2
+    ),
+    "underflow_ratio": _ratio("underflow", "non-zero elements that FP8 turned into zero, over all", 1e-6),
+    "saturation_ratio": _ratio("saturation", "finite elements beyond the largest FP8 value, over all", 1e-6),
+    "zero_ratio": _ratio("zeros", "elements that are zero after quantisation, over all", 1e-6),
+    "rows_flushed_ratio": _ratio("flushed rows", "non-zero rows that went to zero whole, over all", 1e-6),
+    "cosine": MetricView(label="cosine", bounds=(0.0, 1.0), worse_when_low=True),
+    "sqnr_db": MetricView(label="SQNR", unit="dB", bounds=(0.0, 40.0), worse_when_low=True),
+    "tile_sqnr_p01_db": MetricView(label="SQNR of the worst 1 % of blocks", unit="dB", bounds=(0.0, 40.0),
+                                   worse_when_low=True),
+    "kurtosis": MetricView(label="kurtosis", definition="n Σx⁴ / (Σx²)², Gaussian 3", log_bounds=(1.0, 1e5)),
+    "amax": MetricView(label="amax", definition="largest magnitude"),
+    "nonfinite_count": MetricView(label="non-finite values", unit="elements"),
+}  # fmt: skip
+
+PAGE_METRICS = (
+    "gradient_distortion",
+    "relative_error",
+    "underflow_ratio",
+    "saturation_ratio",
+    "cosine_distortion",
+)
+"""The metrics that the run page offers, in its order."""
+
+
+def metric_view(metric: str) -> MetricView:
+    """How to show `metric`; a raw column without an entry shows under its own name."""
+    return VIEWS.get(metric) or MetricView(label=metric.replace("_", " "))
+
+
+def default_scale(metric: str) -> str:
+    """The colour scale a page opens `metric` with: "log" where a fixed log range exists."""
+    return "log" if metric_view(metric).log_bounds else "linear"
+
+
+def format_value(value: float | None, view: MetricView) -> str:
+    """One number for people: three significant digits, a percent sign or unit, a dash when not sampled."""
+    if value is None:
+        return "–"
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "∞" if value > 0 else "−∞"
+    if view.percent:
+        return f"{short_number(value * 100)} %"
+    return short_number(value)
+
+
+def short_number(value: float, digits: int = 3) -> str:
+    """A few significant digits, plain where that is short and with an exponent where it is not."""
+    if value == 0:
+        return "0"
+    if 0.999e-4 <= abs(value) < 1e5:
+        return f"{value:.{digits}g}" if abs(value) < 1000 else f"{value:,.0f}"
+    mantissa, exponent = f"{value:.1e}".split("e")
+    return f"{mantissa.removesuffix('.0')}e{int(exponent)}".replace("-", "−")

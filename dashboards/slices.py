@@ -1,0 +1,85 @@
+"""Cuts the API's heatmap answer to what a page shows."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeatmapSlice:
+    """Rows and columns ready for heatmap_figure."""
+
+    values: list[list[Any]]
+    layers: list[str]
+    steps: list[int]
+    nonfinite: list[tuple[int, int, int, int]]
+
+
+def cut_heatmap(answer: Mapping[str, Any], *, contains: str = "") -> HeatmapSlice:
+    """The layers whose name contains a text (case ignored), with empty columns where sampling paused.
+
+    Without them Plotly would stretch a cell over steps that it does not describe.
+    """
+    kept = [row for row, layer in enumerate(answer["layers"]) if contains.casefold() in layer.casefold()]
+    steps, origin = fill_gaps(answer["steps"])
+    new_row = {row: place for place, row in enumerate(kept)}
+    new_column = {column: place for place, column in enumerate(origin) if column is not None}
+    return HeatmapSlice(
+        values=[_spread(answer["values"][row], origin) for row in kept],
+        layers=[answer["layers"][row] for row in kept],
+        steps=steps,
+        nonfinite=[
+            (new_row[row], new_column[column], nan, inf)
+            for row, column, nan, inf in answer["nonfinite"]
+            if row in new_row
+        ],
+    )
+
+
+SLOTS = ("fprop", "dgrad", "wgrad", "x row", "x col", "w tile", "dy row", "dy col")
+"""The slots that the run page offers beside the worst of a layer."""
+
+
+class UnknownSlotError(ValueError):
+    """A slot name that no layer can have."""
+
+
+def slot_filter(slot: str) -> dict[str, Any]:
+    """The API's filters for a slot name: {"gemm": "dgrad"}, {"operand": "dy", "layout": "row"}, or none for ""."""
+    if not slot:
+        return {}
+    if slot not in SLOTS:
+        raise UnknownSlotError(
+            f"slot {slot!r} is unknown; use one of {', '.join(SLOTS)}, or none for the worst"
+        )
+    operand, _, layout = slot.partition(" ")
+    return {"operand": operand, "layout": layout} if layout else {"gemm": operand}
+
+
+def strictest(thresholds: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The lowest threshold of each severity: from there on somebody is being judged."""
+    lowest: dict[str, Mapping[str, Any]] = {}
+    for threshold in sorted(thresholds, key=lambda threshold: float(threshold["value"])):
+        lowest.setdefault(str(threshold["severity"]), threshold)
+    return list(lowest.values())
+
+
+def fill_gaps(steps: Sequence[int]) -> tuple[list[int], list[int | None]]:
+    """Steps with one added at each end of every pause, and each step's original column (None for an added one)."""
+    cadence = median(after - before for before, after in pairwise(steps)) if len(steps) > 1 else 1
+    filled: list[int] = list(steps[:1])
+    origin: list[int | None] = [0] if len(steps) else []
+    for column, (before, after) in enumerate(pairwise(steps), start=1):
+        if after - before > 1.5 * cadence:
+            added = sorted({int(before + cadence), int(after - cadence)} - {before, after})
+            filled += added
+            origin += [None] * len(added)
+        filled.append(after)
+        origin.append(column)
+    return filled, origin
+
+
+def _spread(row: Sequence[Any], origin: Sequence[int | None]) -> list[Any]:
+    return [row[column] if column is not None and column < len(row) else None for column in origin]

@@ -1,0 +1,146 @@
+/** Draws the three step charts with Plotly and keeps their step axes together. */
+
+const NAMES = ["loss", "heatmap", "timeline"];
+const CONFIG = { displayModeBar: false, responsive: true, doubleClick: "autosize", scrollZoom: false };
+const MAX_COLUMNS = 1000;
+const EDGE_STEPS = 20;
+const VALUE_PADDING = 0.08;
+
+/** Load Plotly from this server; the promise resolves with the library. */
+export function loadPlotly(url) {
+  return new Promise((resolve, reject) => {
+    const script = document.createElement("script");
+    script.src = url;
+    script.onload = () => resolve(window.Plotly);
+    script.onerror = () => reject(new Error("the chart library could not be loaded"));
+    document.head.append(script);
+  });
+}
+
+/** The loss, heatmap and decision charts of one run. */
+export class Charts {
+  #plotly;
+  #run;
+  #elements = NAMES.map((name) => document.getElementById(name));
+  #revision = 0;
+  #applying = false;
+  #full = null;
+  #onZoom;
+
+  constructor(plotly, run, onZoom) {
+    this.#plotly = plotly;
+    this.#run = run;
+    this.#onZoom = onZoom;
+  }
+
+  /** Fetch and draw everything for `view`. */
+  async draw(view) {
+    const answers = await Promise.allSettled(NAMES.map((name) => this.#fetch(name, view)));
+    const figures = answers.map((answer) => answer.value);
+    const steps = figures[NAMES.indexOf("heatmap")]?.layout.meta;
+    if (steps) this.#full = steps.first_step === null ? null : [steps.first_step - 0.5, steps.last_step + 0.5];
+    this.#applying = true;
+    for (const [index, figure] of figures.entries()) if (figure) await this.#react(this.#elements[index], figure, view);
+    this.#applying = false;
+    // One chart that fails must not take the others along, nor go unnoticed.
+    const failed = answers.find((answer) => answer.status === "rejected");
+    if (failed) throw failed.reason;
+  }
+
+  /** Zoom all charts to the steps of `view`, or to everything. */
+  async zoom(view) {
+    const range = this.#range(view);
+    if (!range) return;
+    this.#applying = true;
+    for (const element of this.#elements) {
+      const change = { "xaxis.range": [...range] };
+      for (const [axis, bounds] of valueRanges(element.data, range)) change[`${axis}.range`] = bounds;
+      await this.#plotly.relayout(element, change);
+    }
+    this.#applying = false;
+  }
+
+  async #fetch(name, view) {
+    const query = new URLSearchParams({ theme: document.documentElement.dataset.theme });
+    if (name === "heatmap") {
+      for (const key of ["metric", "slot", "scale", "q"]) query.set(key, view[key]);
+      query.set("max_cols", String(MAX_COLUMNS));
+      // A little more than is seen, so that cells at the edges are whole.
+      if (view.from !== null) query.set("from_step", String(Math.max(0, Math.floor(view.from) - EDGE_STEPS)));
+      if (view.to !== null) query.set("to_step", String(Math.max(0, Math.ceil(view.to) + EDGE_STEPS)));
+    }
+    const path = `/runs/${encodeURIComponent(this.#run)}/figures/${name}?${query}`;
+    const response = await fetch(path, { cache: "no-store" });
+    if (!response.ok) throw new Error(await problemText(response, name));
+    return response.json();
+  }
+
+  async #react(element, figure, view) {
+    // Plotly compares identities: a new revision makes it look at the data again (plotly.js #6164).
+    figure.layout.datarevision = ++this.#revision;
+    const range = this.#range(view);
+    if (range) Object.assign(figure.layout.xaxis, { range: [...range] });
+    if (range) for (const [axis, bounds] of valueRanges(figure.data, range)) figure.layout[axis].range = bounds;
+    const isNew = !element.classList.contains("js-plotly-plot");
+    // A hover left over from a larger matrix would look up a cell that is gone (plotly.js #4987).
+    if (!isNew) this.#plotly.Fx.unhover(element);
+    showPlotArea(element, figure.layout.margin);
+    await this.#plotly.react(element, figure.data, figure.layout, CONFIG);
+    if (isNew) element.on("plotly_relayout", (change) => this.#relayouted(change));
+  }
+
+  #range(view) {
+    if (!this.#full) return null;
+    return [view.from ?? this.#full[0], view.to ?? this.#full[1]];
+  }
+
+  #relayouted(change) {
+    if (this.#applying) return;
+    const [from, to] = change["xaxis.range"] ?? [change["xaxis.range[0]"], change["xaxis.range[1]"]];
+    if (change["xaxis.autorange"]) this.#onZoom(null, null);
+    else if (from !== undefined) this.#onZoom(from, to);
+  }
+}
+
+/** Value axes fitted to the lines that are in view: a steep start must not flatten what comes after it. */
+function* valueRanges(traces, [from, to]) {
+  const extremes = {};
+  for (const trace of traces) {
+    if (trace.mode !== "lines" || typeof trace.y?.find((value) => value !== null) !== "number") continue;
+    const seen = trace.y.filter((value, index) => value !== null && trace.x[index] >= from && trace.x[index] <= to);
+    if (seen.length) extremes[trace.yaxis === "y2" ? "yaxis2" : "yaxis"] = [Math.min(...seen), Math.max(...seen)];
+  }
+  for (const [axis, [low, high]] of Object.entries(extremes)) {
+    const padding = (high - low || Math.abs(high) || 1) * VALUE_PADDING;
+    yield [axis, [low - padding, high + padding]];
+  }
+}
+
+async function problemText(response, name) {
+  const body = await response.json().catch(() => ({}));
+  return `${name}: ${body.detail ?? `the server answered ${response.status}`}`;
+}
+
+/** Tell the style sheet where the plot area is, so that gaps show their hatching and nothing else does. */
+function showPlotArea(element, { l, r, t, b }) {
+  for (const [name, value] of Object.entries({ l, r, t, b })) element.style.setProperty(`--plot-${name}`, `${value}px`);
+}
+
+/** Draw one vertical line through all charts at the pointer, with its step. */
+export function followPointer(stack, cursor) {
+  const label = cursor.querySelector("span");
+  stack.addEventListener("pointermove", (event) => {
+    const heatmap = document.getElementById("heatmap");
+    const range = heatmap.layout?.xaxis.range;
+    const { l, r } = heatmap.layout?.margin ?? {};
+    const box = stack.getBoundingClientRect();
+    const share = range ? (event.clientX - box.left - l) / (box.width - l - r) : -1;
+    cursor.hidden = share < 0 || share > 1;
+    if (cursor.hidden) return;
+    cursor.style.left = `${event.clientX - box.left}px`;
+    label.textContent = Math.round(range[0] + share * (range[1] - range[0])).toLocaleString("en");
+  });
+  stack.addEventListener("pointerleave", () => {
+    cursor.hidden = true;
+  });
+}

@@ -1,0 +1,75 @@
+/** Follows a run's event stream and calls back, at most once per interval. */
+
+const EVENTS = ["sample", "decision", "alert", "plan", "state"];
+const MIN_INTERVAL_MS = 1000;
+const RETRY_MS = 5000;
+/** A run that stops sends no event, so the page asks now and then on its own. */
+const HEARTBEAT_MS = 20000;
+
+/**
+ * Call `refresh` after events of `run`; report "live", "paused" or "reconnecting" to `onState`.
+ * Returns { setPaused, request }.
+ */
+export function followRun(run, refresh, onState) {
+  let paused = false;
+  let connected = false;
+  let running = false;
+  let wanted = false;
+  let timer = null;
+  let last = 0;
+
+  const report = () => onState(paused ? "paused" : connected ? "live" : "reconnecting");
+
+  async function execute() {
+    timer = null;
+    if (running) {
+      wanted = true;
+      return;
+    }
+    running = true;
+    wanted = false;
+    last = performance.now();
+    await refresh();
+    running = false;
+    if (wanted) request();
+  }
+
+  function request() {
+    if (paused || document.hidden) {
+      wanted = true;
+      return;
+    }
+    timer ??= setTimeout(execute, Math.max(50, MIN_INTERVAL_MS - (performance.now() - last)));
+  }
+
+  function connect() {
+    const source = new EventSource(`/api/v1/runs/${encodeURIComponent(run)}/events`);
+    source.onopen = () => {
+      connected = true;
+      report();
+      // Whatever happened while the stream was away is fetched once.
+      request();
+    };
+    source.onerror = () => {
+      connected = false;
+      report();
+      if (source.readyState === EventSource.CLOSED) setTimeout(connect, RETRY_MS);
+    };
+    for (const name of EVENTS) source.addEventListener(name, request);
+  }
+
+  document.addEventListener("visibilitychange", () => {
+    if (!document.hidden && wanted) request();
+  });
+  setInterval(request, HEARTBEAT_MS);
+  connect();
+
+  return {
+    request,
+    setPaused(value) {
+      paused = value;
+      report();
+      if (!paused) request();
+    },
+  };
+}

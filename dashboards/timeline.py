@@ -1,0 +1,229 @@
+"""The decision lane under the heatmap, as a Plotly figure."""
+
+import textwrap
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import plotly.graph_objects as go
+
+from fp8_safeguard.dashboards.theme import Theme, base_layout, empty_note, escape, get_theme, step_axis
+
+HOVER_ENTRIES = 8
+HOVER_COLUMNS = 76
+
+# Row of the lane, marker symbol, theme colour. Shape and row carry the meaning too: colour never alone.
+LANES: dict[str, tuple[str, str, str]] = {
+    "bf16_fallback": ("BF16 fallback", "diamond", "fallback"),
+    "scale_multiplier": ("scale, format", "triangle-up", "accent"),
+    "scale_rounding": ("scale, format", "triangle-up", "accent"),
+    "format": ("scale, format", "triangle-up", "accent"),
+    "amax_history": ("scale, format", "triangle-up", "accent"),
+    "margin": ("scale, format", "triangle-up", "accent"),
+    "gradient_smoothing": ("smoothing", "square", "accent"),
+    "restore": ("restore", "circle", "healthy"),
+    "advice": ("advice", "star", "watch"),
+}
+LANE_ORDER = ("alerts", *dict.fromkeys(lane for lane, _, _ in LANES.values()), "other")
+SEVERITY_COLOURS = {"act": "unstable", "watch": "watch"}
+IN_FORCE = ("sent", "applied")
+
+
+def timeline_figure(
+    decisions: Sequence[Mapping[str, Any]],
+    *,
+    alerts: Sequence[Mapping[str, Any]] = (),
+    last_step: int | None = None,
+    theme: str = "light",
+) -> go.Figure:
+    """One marker per decision at the step that caused it, on the same step axis as the heatmap.
+
+    Hover tells action, target and reason. A filled marker is in force, a hollow one is only proposed, rejected or
+    over. A bar runs from the effective step of a fallback to the restore that ended it, or to `last_step`.
+    `alerts` become markers at their first step.
+    """
+    colours = get_theme(theme)
+    lanes = _lanes_in_use(decisions, alerts)
+    layout = base_layout(colours, top_px=4, bottom_px=38)
+    layout["xaxis"] = step_axis(colours, labels=True)
+    layout["yaxis"] = {
+        "type": "category",
+        "range": [max(len(lanes), 1) - 0.5, -0.5],
+        "categoryorder": "array",
+        "categoryarray": lanes,
+        "fixedrange": True,
+        "showgrid": bool(lanes),
+        "gridcolor": colours.border,
+        "showticklabels": bool(lanes),
+        "automargin": False,
+        "ticklabelstandoff": 6,
+    }
+    figure = go.Figure(layout=layout)
+    _add_periods(figure, decisions, last_step, colours)
+    if alerts:
+        _add_alerts(figure, alerts, colours)
+    for lane in lanes:
+        _add_lane(figure, lane, [d for d in decisions if _lane(d)[0] == lane], colours)
+    if not lanes:
+        figure.add_annotation(empty_note(colours, "no decisions yet"))
+    return figure
+
+
+def describe_target(target: Mapping[str, Any]) -> str:
+    """A plan target in words: "dgrad", "dy row" or "whole layer"."""
+    if "gemm" in target:
+        return str(target["gemm"])
+    if "operand" in target:
+        return f"{target['operand']} {target.get('layout', '')}".strip()
+    return "whole layer"
+
+
+def _lane(decision: Mapping[str, Any]) -> tuple[str, str, str]:
+    return _lane_of(str(decision["action"]))
+
+
+def _lane_of(action: str) -> tuple[str, str, str]:
+    return LANES.get(action, ("other", "circle", "muted"))
+
+
+def _lanes_in_use(decisions: Iterable[Mapping[str, Any]], alerts: Sequence[Mapping[str, Any]]) -> list[str]:
+    used = {_lane(decision)[0] for decision in decisions} | ({"alerts"} if alerts else set())
+    return [lane for lane in LANE_ORDER if lane in used]
+
+
+def _add_lane(figure: go.Figure, lane: str, decisions: Sequence[Mapping[str, Any]], colours: Theme) -> None:
+    """One trace a lane; decisions of one step share a place, so each marker's hover lists them all."""
+    if not decisions:
+        return
+    together: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
+    for decision in decisions:
+        together[int(decision["step"])].append(decision)
+    _, symbol, colour = _lane(decisions[0])
+    figure.add_trace(
+        go.Scatter(
+            x=[int(decision["step"]) for decision in decisions],
+            y=[lane] * len(decisions),
+            mode="markers+text",
+            name=lane,
+            text=[_count(together[int(d["step"])], d) for d in decisions],
+            textposition="middle left",
+            textfont={"color": colours.text, "size": 11},
+            hovertext=[_hover(together[int(decision["step"])]) for decision in decisions],
+            hovertemplate="%{hovertext}<extra></extra>",
+            marker={
+                "symbol": [symbol + ("" if d.get("state") in IN_FORCE else "-open") for d in decisions],
+                "size": 11,
+                "color": getattr(colours, colour),
+                "line": {"width": 1.5, "color": getattr(colours, colour)},
+            },
+            cliponaxis=False,
+        )
+    )
+
+
+def _count(group: Sequence[Mapping[str, Any]], decision: Mapping[str, Any]) -> str:
+    """How many decisions share a marker, written once, beside the first of them."""
+    return f"×{len(group)}" if len(group) > 1 and decision is group[0] else ""
+
+
+def _hover(group: Sequence[Mapping[str, Any]]) -> str:
+    lines = [f"<b>step {group[0]['step']:,}</b>"]
+    for decision in group[:HOVER_ENTRIES]:
+        lines += _describe(decision)
+    if len(group) > HOVER_ENTRIES:
+        lines.append(f"and {len(group) - HOVER_ENTRIES} more")
+    return "<br>".join(lines)
+
+
+def _describe(decision: Mapping[str, Any]) -> list[str]:
+    target = describe_target(decision.get("target") or {})
+    value = f" = {decision['value']}" if decision.get("value") is not None else ""
+    head = f"<b>{escape(decision['action'])}{escape(value)}</b> {escape(decision.get('layer', ''))} · {escape(target)}"
+    effective = decision.get("effective_step")
+    state = escape(decision.get("state", ""))
+    when = state if effective is None else f"{state}, effective from step {effective:,}"
+    reason = textwrap.wrap(str(decision.get("reason", "")), HOVER_COLUMNS)
+    return [head, *(escape(line) for line in reason), when]
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class Period:
+    """Steps that a target spent under one action."""
+
+    action: str
+    layer: str
+    start: int
+    end: int
+
+
+def periods(decisions: Sequence[Mapping[str, Any]], last_step: int | None) -> list[Period]:
+    """When each decision was in force: from its effective step to the restore of its target, or to `last_step`."""
+    found = set()
+    for decision in decisions:
+        start, action = decision.get("effective_step"), str(decision["action"])
+        if start is None or action in ("restore", "advice"):
+            continue
+        end = _restored_at(decision, decisions) or last_step
+        if end is not None and end > start:
+            layer = str(decision.get("layer", ""))
+            found.add(Period(action=action, layer=layer, start=int(start), end=int(end)))
+    return sorted(found)
+
+
+def _add_periods(
+    figure: go.Figure, decisions: Sequence[Mapping[str, Any]], last_step: int | None, colours: Theme
+) -> None:
+    """Bars for the steps that at least one target of a lane spent under a decision."""
+    bars = {(_lane_of(period.action), period.start, period.end) for period in periods(decisions, last_step)}
+    for (lane, _, tone), start, end in sorted(bars):
+        colour = getattr(colours, tone)
+        figure.add_trace(
+            go.Scatter(
+                x=[start, end],
+                y=[lane, lane],
+                mode="lines",
+                line={"width": 7, "color": colour},
+                opacity=0.32,
+                hoverinfo="skip",
+                name=f"{lane} in force",
+            )
+        )
+
+
+def _restored_at(decision: Mapping[str, Any], decisions: Iterable[Mapping[str, Any]]) -> int | None:
+    same = (
+        int(other["effective_step"])
+        for other in decisions
+        if other["action"] == "restore"
+        and other.get("effective_step") is not None
+        and other["effective_step"] > decision["effective_step"]
+        and (other.get("layer"), other.get("target")) == (decision.get("layer"), decision.get("target"))
+    )
+    return min(same, default=None)
+
+
+def _add_alerts(figure: go.Figure, alerts: Sequence[Mapping[str, Any]], colours: Theme) -> None:
+    tones = [getattr(colours, SEVERITY_COLOURS.get(str(alert.get("severity")), "watch")) for alert in alerts]
+    figure.add_trace(
+        go.Scatter(
+            x=[int(alert["first_step"]) for alert in alerts],
+            y=["alerts"] * len(alerts),
+            mode="markers",
+            name="alerts",
+            hovertext=[_describe_alert(alert) for alert in alerts],
+            hovertemplate="%{hovertext}<extra></extra>",
+            marker={
+                "symbol": ["x-thin" if alert.get("severity") == "act" else "line-ns" for alert in alerts],
+                "size": 9,
+                "color": tones,
+                "line": {"width": 2, "color": tones},
+            },
+            cliponaxis=False,
+        )
+    )
+
+
+def _describe_alert(alert: Mapping[str, Any]) -> str:
+    head = f"<b>step {int(alert['first_step']):,}</b> {escape(alert.get('severity', ''))} alert"
+    return f"{head}<br>{escape(alert.get('layer', ''))}<br>{escape(alert.get('rule', ''))}"

@@ -1,0 +1,6 @@
+"""Attaches to any PyTorch trainer: measures, reports and applies the plan."""
+
+from fp8_safeguard.hooks.attach import Guard, attach
+from fp8_safeguard.hooks.errors import AlreadyAttachedError, HookError, OptionError
+
+__all__ = ["AlreadyAttachedError", "Guard", "HookError", "OptionError", "attach"]

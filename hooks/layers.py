@@ -1,0 +1,120 @@
+"""One observed layer: where its statistics go and what one step needs."""
+
+# Shapes: T tokens, N output features, K input features, E experts.
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from enum import IntEnum
+
+from torch import Tensor, nn
+
+from fp8_safeguard.hooks.buffer import Frame
+from fp8_safeguard.kernels import Fp8GroupedLinear, Fp8Linear, LinearPrecision, QuantizedTensor
+from fp8_safeguard.monitor.slots import Slot
+
+
+class Part(IntEnum):
+    """What one layer reports, in the order of its slots."""
+
+    X_ROW = 0
+    X_COL = 1
+    W_TILE = 2
+    DY_ROW = 3
+    DY_COL = 4
+    FPROP = 5
+    DGRAD = 6
+    WGRAD = 7
+
+
+GEMM_PARTS = frozenset({Part.FPROP, Part.DGRAD, Part.WGRAD})
+GRADIENT_PARTS = frozenset({Part.DY_ROW, Part.DY_COL, Part.DGRAD, Part.WGRAD})
+"""Parts that a loss scale multiplies."""
+
+
+@dataclass(slots=True)
+class StepState:
+    """What a layer keeps from its forward to its backward; gone when the step ends."""
+
+    frame: Frame | None = None
+    outer_calls: int = 0
+    """Forward calls outside backward: with any of them a call inside backward is a checkpoint's repetition."""
+    w_measured: bool = False
+    wq_NK: QuantizedTensor | None = None
+    """FP8 weight for the emulated dgrad."""
+    precision: LinearPrecision | None = None
+
+
+class ObservedLayer:
+    """A module with a weight GEMM, by name; the module itself is only weakly held."""
+
+    def __init__(
+        self, name: str, module: nn.Module, *, own: bool, transposed: bool, experts: int, first_row: int
+    ) -> None:
+        self.name = name
+        self.module = weakref.ref(module)
+        self.own = own
+        """One of our FP8 layers: its real GEMMs are compared, and a plan can change it."""
+        self.transposed = transposed
+        """The weight is [K, N], as in GPT-2's Conv1D."""
+        self.experts = experts
+        self.rows = [first_row + part * experts for part in Part]
+        self.slots = [_slot(name, part, emulated=not own) for part in Part]
+        self.step = StepState()
+        self.seen = False
+        """Whether any sample so far contains this layer."""
+
+    def row(self, part: Part) -> int:
+        """First row of that part in a frame."""
+        return self.rows[part]
+
+    def enter(self, frame: Frame) -> StepState:
+        """The state of the step that fills this frame."""
+        if self.step.frame is not frame:
+            self.step = StepState(frame=frame)
+        return self.step
+
+    def leave(self) -> None:
+        """Drop every tensor of the step."""
+        self.step = StepState()
+
+    def fp8_module(self) -> Fp8Linear | Fp8GroupedLinear | None:
+        """The module, if it is one of our FP8 layers and still exists."""
+        module = self.module()
+        return module if isinstance(module, Fp8Linear | Fp8GroupedLinear) else None
+
+    def parameter(self) -> Tensor | None:
+        """The module's weight as it is stored, found by name: its identity may change from step to step."""
+        weight = getattr(self.module(), "weight", None)
+        return weight if isinstance(weight, Tensor) else None
+
+    def weight(self) -> Tensor | None:
+        """The weight as [N, K], or [E, N, K] with experts."""
+        weight = self.parameter()
+        return weight.mT if weight is not None and self.transposed else weight
+
+
+def rows_of(layers: list[ObservedLayer]) -> int:
+    """How many rows a frame needs for these layers."""
+    return sum(len(Part) * layer.experts for layer in layers)
+
+
+def _slot(name: str, part: Part, *, emulated: bool) -> Slot:
+    if part in GEMM_PARTS:
+        # A foreign layer's own output is compared, so only its gradients are emulated.
+        return Slot(layer=name, gemm=part.name.lower(), emulated=emulated and part is not Part.FPROP)
+    operand, layout = part.name.lower().split("_")
+    return Slot(layer=name, operand=operand, layout=layout)
+
+
+_OPERANDS_OF = {
+    Part.X_ROW: "x", Part.X_COL: "x", Part.W_TILE: "w", Part.DY_ROW: "dy", Part.DY_COL: "dy",
+    Part.FPROP: "x w", Part.DGRAD: "dy w", Part.WGRAD: "dy x",
+}  # fmt: skip
+
+
+def format_of(precision: LinearPrecision, part: Part) -> str:
+    """Format that a part is judged by: of a GEMM the coarser one of its two operands."""
+    formats = {getattr(precision, operand).fmt for operand in _OPERANDS_OF[part].split()}
+    return "e5m2" if "e5m2" in formats else "e4m3"

@@ -1,0 +1,265 @@
+"""State shared by the hooks of one guard: the step in progress and its frame."""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+
+import torch
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim.optimizer import Optimizer
+
+from fp8_safeguard.hooks.buffer import Frame, Ring
+from fp8_safeguard.hooks.client import Client
+from fp8_safeguard.hooks.clock import Clock, owns, scale_of, scaler_in_use
+from fp8_safeguard.hooks.controls import Controls
+from fp8_safeguard.hooks.layers import ObservedLayer, Part, format_of, rows_of
+from fp8_safeguard.hooks.once import OnceLog
+from fp8_safeguard.hooks.recompute import RowSampler
+from fp8_safeguard.hooks.sample import Notes, SampleBuilder, StepRecord
+from fp8_safeguard.hooks.settings import Options
+
+
+class Session:
+    """What every hook of one guard reads. Lives as long as the model's hooks or the guard, whichever is longer."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: list[ObservedLayer],
+        options: Options,
+        *,
+        controls: Controls,
+        client: Client,
+        builder: SampleBuilder,
+        once: OnceLog,
+        optimizer: Optimizer | None,
+    ) -> None:
+        self.model = weakref.ref(model)
+        self.layers = layers
+        self.options = options
+        self.controls = controls
+        self.client = client
+        self.builder = builder
+        self.once = once
+        self.clock = Clock()
+        self.sampler = RowSampler()
+        self.rotation = 0
+        """Index of the layer whose weight gradient is recomputed next."""
+        self.active = True
+        self.paused = 0
+        """Depth of nested `paused()` blocks."""
+        self.frame: Frame | None = None
+        """Where the step in progress is measured; None where it is not."""
+        self.samples = 0
+        """Samples finished so far."""
+        self.last: StepRecord | None = None
+        """The newest finished sample."""
+        self.spent_seconds = 0.0
+        """Time inside our own code on the training thread."""
+        self._optimizer = None if optimizer is None else weakref.ref(optimizer)
+        self._scaler: weakref.ref[GradScaler] | None = None
+        self._ring = Ring(rows_of(layers), _device(model))
+        self._notes = Notes()
+        self._pending: StepRecord | None = None
+        self._picked: frozenset[int] = frozenset()
+        self._begun = self._since = time.perf_counter()
+        self._spent_before = 0.0
+        self._process = os.getpid()
+
+    @property
+    def measuring(self) -> bool:
+        """Whether what passes by now is measured."""
+        return self.frame is not None and not self.paused and self.active
+
+    def touch(self) -> None:
+        """A forward of the step in progress was seen: the first one opens the step."""
+        if not self.clock.open:
+            self._open()
+
+    def picks_wgrad(self, layer: ObservedLayer) -> bool:
+        """Whether it is this layer's turn to have its weight gradient recomputed."""
+        return id(layer) in self._picked
+
+    def notes(self) -> Notes:
+        """Where a value logged now belongs: the step in progress, or the one that has just ended."""
+        if self.clock.open or not self.clock.ended_by_optimizer:
+            return self._notes
+        # The step that has just ended was perhaps not sampled: then nobody will read them.
+        return Notes() if self._pending is None else self._pending.notes
+
+    def on_optimizer_step(self, optimizer: Optimizer) -> None:
+        """The optimizer has stepped: that ends the step, unless the trainer counts or the optimizer is not ours."""
+        try:
+            if not self.active or not self._is_ours(optimizer):
+                return
+            if not self.clock.open:
+                self._miss_forward()
+                return
+            self._find_scale()
+            if not self.clock.manual:
+                self.end_step(self.clock.step)
+                self.clock.ended_by_optimizer = True
+        except Exception as error:
+            self.once.failure("the end of a step", error)
+
+    def step(self, n: int | None) -> None:
+        """The trainer says that step n has just ended."""
+        first, self.clock.manual = not self.clock.manual, True
+        if first and not self.clock.open and self.clock.ended_by_optimizer:
+            # The optimizer has ended this very step already, under our own number.
+            self._renumber(self.clock.step - 1 if n is None else n)
+        else:
+            self.end_step(self.clock.step if n is None else n)
+        self.deliver()
+
+    def end_step(self, number: int) -> None:
+        """Close the frame, count on, and let a waiting plan take effect."""
+        start = time.perf_counter()
+        frame, self.frame = self.frame, None
+        notes, self._notes = self._notes, Notes()
+        self.deliver()
+        if frame is not None:
+            if frame.filled and number % self.options.every == 0:
+                self._pending = self._record(number, frame, notes)
+            for layer in self.layers:
+                layer.leave()
+        self.clock.end(number)
+        self.controls.at_boundary(self.clock.step)
+        self.spent_seconds += time.perf_counter() - start
+
+    def deliver(self) -> None:
+        """Hand the finished sample over: its number and its notes are final now."""
+        record, self._pending = self._pending, None
+        if record is None:
+            return
+        self.samples += 1
+        self.last = record
+        for layer in self.layers:
+            layer.seen = layer.seen or not record.filled.isdisjoint(layer.rows)
+        self.client.submit(record)
+
+    def finish(self, timeout: float) -> None:
+        """Send what there is, for at most that many seconds, and stop sending."""
+        self.deliver()
+        self.client.close(timeout)
+
+    def close(self) -> None:
+        """Stop measuring for good."""
+        self.active = False
+        self.frame = None
+        for layer in self.layers:
+            layer.leave()
+        self.controls.restore()
+
+    def due(self) -> bool:
+        """Whether the clock's step is one to sample."""
+        return self.clock.step % self.options.every == 0
+
+    def _open(self) -> None:
+        self.deliver()
+        self.clock.open = True
+        self.clock.ended_by_optimizer = False
+        if not self.active or not self.due() or not self._affordable():
+            return
+        if os.getpid() != self._process:
+            # A forked data-loader worker: the parent reports.
+            self.active = False
+            return
+        self.frame = self._ring.acquire()
+        if self.frame is None:
+            self.client.count_dropped("the device is still copying earlier samples")
+            return
+        self._pick()
+        # A step that GradScaler will skip ends without a trace of it: note the scale that it begins with.
+        scaler = None if self._scaler is None else self._scaler()
+        self._notes.found_scale = None if scaler is None else scale_of(scaler)
+
+    def _miss_forward(self) -> None:
+        """Our optimizer stepped without a forward: the second one of a step, or one that nobody could see."""
+        if not self.clock.ended_by_optimizer and not self.clock.manual:
+            self.once.warning(
+                "no forward",
+                "an optimizer step without a forward of any observed layer: torch.compile, or layers called past "
+                "their modules, hide it; nothing is measured in such steps",
+            )
+
+    def _find_scale(self) -> None:
+        if self.frame is None:
+            return
+        scaler = scaler_in_use()
+        if scaler is not None:
+            self._scaler = weakref.ref(scaler)
+            self._notes.found_scale = scale_of(scaler)
+
+    def _record(self, number: int, frame: Frame, notes: Notes) -> StepRecord:
+        now = time.perf_counter()
+        elapsed, spent = now - self._since, self.spent_seconds - self._spent_before
+        self._since, self._spent_before = now, self.spent_seconds
+        return StepRecord(
+            step=number,
+            snapshot=frame.snapshot(),
+            filled=frozenset(frame.filled),
+            formats=_formats(self.layers),
+            notes=notes,
+            plan_version=self.controls.plan.version,
+            effective_step=self.controls.effective_step,
+            overhead_ratio=min(1.0, spent / elapsed) if elapsed > 0 else 0.0,
+        )
+
+    def _renumber(self, number: int) -> None:
+        record = self._pending
+        if record is not None:
+            record.step = number
+            if number % self.options.every:
+                self._pending = None
+        self.clock.end(number)
+        self.controls.at_boundary(self.clock.step)
+
+    def _pick(self) -> None:
+        """Choose the layers whose weight gradient is recomputed in this sample: each has its turn."""
+        count = min(self.options.recompute, len(self.layers))
+        turn = [self.layers[(self.rotation + k) % len(self.layers)] for k in range(count)]
+        self.rotation = (self.rotation + count) % max(1, len(self.layers))
+        self._picked = frozenset(id(layer) for layer in turn)
+
+    def _affordable(self) -> bool:
+        """Whether the budget allows this sample: what was spent so far, over the time since attach()."""
+        budget = self.options.overhead_budget
+        if budget is None or not self.samples:
+            return True
+        if self.spent_seconds <= budget * (time.perf_counter() - self._begun):
+            return True
+        self.once.warning(
+            "overhead budget",
+            "sampling takes more than overhead_budget=%g of the time: samples are left out",
+            budget,
+        )
+        return False
+
+    def _is_ours(self, optimizer: Optimizer) -> bool:
+        if self._optimizer is not None:
+            return self._optimizer() is optimizer
+        weights = [weight for layer in self.layers if (weight := layer.parameter()) is not None]
+        trained = [weight for weight in weights if weight.requires_grad]
+        model = self.model()
+        # With every observed weight frozen (adapters, norms, biases) any parameter of the model will do.
+        return owns(optimizer, trained or ([] if model is None else list(model.parameters())))
+
+
+def _device(model: nn.Module) -> torch.device:
+    parameter = next(model.parameters(), None)
+    return torch.device("cpu") if parameter is None else parameter.device
+
+
+def _formats(layers: list[ObservedLayer]) -> dict[int, str]:
+    """Format by first row of the slots that are not E4M3, as the step's forward had it."""
+    return {
+        layer.row(part): fmt
+        for layer in layers
+        if layer.step.precision is not None
+        for part in Part
+        if (fmt := format_of(layer.step.precision, part)) != "e4m3"
+    }

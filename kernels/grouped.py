@@ -1,0 +1,102 @@
+"""Grouped FP8 matrix products: each expert's rows with its own weight."""
+
+# Shapes: M rows sorted by expert, N output features, K input features, E experts.
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fp8_safeguard.kernels.errors import OffsetsError
+from fp8_safeguard.kernels.gemm import require_operand, require_same
+from fp8_safeguard.kernels.matmul import mm_exact
+from fp8_safeguard.kernels.operands import offsets_list
+from fp8_safeguard.kernels.quantized import QuantizedTensor
+
+PLAN_ROWS = 64
+"""BF16 segments are padded to a multiple of this: oneDNN plans anew for every row count it has not seen."""
+
+
+def grouped_gemm_nt(
+    a: QuantizedTensor, b: QuantizedTensor, offsets: Tensor, out_dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """a [M,K] (row) times each expert's b [E,N,K] (row or tile) transposed: [M,N] in out_dtype.
+
+    Rows offsets[e] to offsets[e+1] belong to expert e; rows behind the last offset give zeros.
+    """
+    require_operand("a", a, 2, ("row",))
+    require_operand("b", b, 3, ("row", "tile"))
+    require_same("K", "a", a.shape[1], "b", b.shape[2])
+    bounds = expert_bounds(offsets, a.shape[0], b.shape[0])
+    return grouped_mm(a.dequantize(), b.dequantize().mT, bounds).to(out_dtype)
+
+
+def grouped_gemm_wgrad(
+    dy: QuantizedTensor, x: QuantizedTensor, offsets: Tensor, out_dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """dy [M,N] (col) transposed times x [M,K] (col), expert by expert: [E,N,K] in out_dtype.
+
+    An expert without rows gives exact zeros.
+    """
+    require_operand("dy", dy, 2, ("col",))
+    require_operand("x", x, 2, ("col",))
+    require_same("M", "dy", dy.shape[0], "x", x.shape[0])
+    bounds = expert_bounds(offsets, x.shape[0], offsets.numel() - 1)
+    return grouped_mm_wgrad(dy.dequantize(), x.dequantize(), bounds).to(out_dtype)
+
+
+def expert_bounds(offsets: Tensor, rows: int, experts: int) -> list[int]:
+    """offsets as integers, once they fit the rows and the experts."""
+    bounds = offsets_list(offsets, rows)
+    if len(bounds) != experts + 1:
+        raise OffsetsError(
+            f"{len(bounds)} offsets describe {len(bounds) - 1} experts, the weight has {experts}"
+        )
+    return bounds
+
+
+def grouped_mm(a_MK: Tensor, b_EKN: Tensor, bounds: list[int]) -> Tensor:
+    """[M,N] float32: each expert's rows of a times its b."""
+    out_MN = a_MK.new_empty(a_MK.shape[0], b_EKN.shape[2])
+    for expert, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        if end > start:
+            mm_exact(a_MK[start:end], b_EKN[expert], out_MN[start:end])
+    out_MN[bounds[-1] :].zero_()
+    return out_MN
+
+
+def grouped_mm_wgrad(dy_MN: Tensor, x_MK: Tensor, bounds: list[int]) -> Tensor:
+    """[E,N,K] float32: each expert's dy^T x, zeros for an expert without rows."""
+    out_ENK = x_MK.new_empty(len(bounds) - 1, dy_MN.shape[1], x_MK.shape[1])
+    for expert, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        if end > start:
+            mm_exact(dy_MN[start:end].t(), x_MK[start:end], out_ENK[expert])
+        else:
+            out_ENK[expert].zero_()
+    return out_ENK
+
+
+def grouped_mm_bf16(a_MK: Tensor, b_EKN: Tensor, bounds: list[int]) -> Tensor:
+    """[M,N] bfloat16: each expert's rows of a times its b, both rounded to bfloat16."""
+    a_MK, b_EKN = a_MK.to(torch.bfloat16), b_EKN.to(torch.bfloat16)
+    out_MN = a_MK.new_zeros(a_MK.shape[0], b_EKN.shape[2])
+    for expert, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        if end > start:
+            out_MN[start:end] = (_whole_rows(a_MK[start:end]) @ b_EKN[expert])[: end - start]
+    return out_MN
+
+
+def grouped_mm_wgrad_bf16(dy_MN: Tensor, x_MK: Tensor, bounds: list[int]) -> Tensor:
+    """[E,N,K] bfloat16: each expert's dy^T x, both rounded to bfloat16, zeros for an expert without rows."""
+    dy_MN, x_MK = dy_MN.to(torch.bfloat16), x_MK.to(torch.bfloat16)
+    out_ENK = x_MK.new_zeros(len(bounds) - 1, dy_MN.shape[1], x_MK.shape[1])
+    for expert, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        if end > start:
+            torch.mm(_whole_rows(dy_MN[start:end]).t(), _whole_rows(x_MK[start:end]), out=out_ENK[expert])
+    return out_ENK
+
+
+def _whole_rows(x_RC: Tensor) -> Tensor:
+    """x with zero rows appended up to a multiple of PLAN_ROWS."""
+    missing = -x_RC.shape[0] % PLAN_ROWS
+    return torch.nn.functional.pad(x_RC, (0, 0, 0, missing)) if missing else x_RC

@@ -1,0 +1,235 @@
+"""Compiled TensorStats: one read of the tensor, no copy of it."""
+
+# Shapes: R rows, C columns, S segments of rows (no block crosses one); a patch is the rows of one row of blocks
+# times the W columns of a chunk, which the caches hold.
+# Each step walks the whole patch before the next begins, so that no block waits for another's scale. A line is
+# scaled and rounded in float32 into scratch, then summed in float64. Results are added to what the caller hands in.
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from fp8_safeguard.kernels.numba_bits import (
+    EXACT,
+    INFINITY_BITS,
+    LAST_KEPT,
+    LEAST_EXPONENT,
+    MAXIMUM,
+    QUANTUM_SHIFT,
+    REORDERED,
+    block_scale,
+    finite_or_zero,
+    float_of,
+    inverse_or_zero,
+    magic,
+    magnitude,
+    quotient,
+    rounded,
+    wide_vectors,
+)
+
+CHUNK = 1024
+"""Columns of a patch: 128 rows of them stay in the second-level cache, a line's scratch in the first."""
+
+COUNT, ZEROS, UNDERFLOW, SATURATED, NAN, INF, ROWS, FLUSHED, AMAX = range(9)
+SUM_SQ, SUM_SQ_Q, SUM_SQ_ERR, SUM_4TH, HISTOGRAM = range(9, 14)
+X, Q, SCALE, INVERSE = range(4)
+SIGNAL, NOISE = range(2)
+LOST, BLANK = range(2)
+
+
+@njit(**EXACT)  # type: ignore[untyped-decorator]
+def stats_of_blocks(
+    bits_RC: Any, shift: Any, segments: Any, block_rows: Any, grid: Any, edges: Any, out_S: Any
+) -> None:
+    """`row` (block_rows 1) or `tile` (128) statistics of each segment into out [S,29]."""
+    wide_vectors()
+    columns = bits_RC.shape[1]
+    scratch, energy = np.empty((4, CHUNK), np.float32), np.empty((2, CHUNK // 128))
+    lost, sums = np.empty((2, block_rows), np.int64), np.empty(4)
+    for segment in range(len(segments) - 1):
+        out, low = out_S[segment], np.zeros(4)
+        for top in range(segments[segment], segments[segment + 1], block_rows):
+            bottom = min(top + block_rows, segments[segment + 1])
+            lost[:] = 0
+            sums[:] = 0.0
+            for left in range(0, columns, CHUNK):
+                right = min(left + CHUNK, columns)
+                patch = (top, bottom, left, right)
+                _scale_blocks(bits_RC, shift, patch, grid, scratch, out)
+                energy[:] = 0.0
+                for row in range(top, bottom):
+                    line = bits_RC[row, left:right]
+                    zeros, blanks = _measure_line(line, shift, grid, scratch, energy, sums)
+                    lost[LOST, row - top] += zeros
+                    lost[BLANK, row - top] += blanks
+                for block in range((right - left + 127) // 128):
+                    enter(out, edges, energy[SIGNAL, block], energy[NOISE, block])
+            add_sums(out, low, sums)
+            count_rows(lost, bottom - top, columns, out)
+        out[SUM_SQ:HISTOGRAM] += low
+
+
+@njit(**EXACT)  # type: ignore[untyped-decorator]
+def _scale_blocks(bits_RC: Any, shift: Any, patch: Any, grid: Any, scratch: Any, out: Any) -> None:
+    """Scales of a patch's blocks into scratch; amax, NaN, Inf and saturated values into out."""
+    wide_vectors()
+    top, bottom, left, right = patch
+    for block, first in enumerate(range(left, right, 128)):
+        last = min(first + 128, right)
+        peak = np.int32(0)
+        for row in range(top, bottom):
+            peak = max(peak, _line_peak(bits_RC[row, first:last], shift))
+        if peak >= INFINITY_BITS:
+            peak = np.int32(0)
+            for row in range(top, bottom):
+                peak = max(peak, _finite_line_peak(bits_RC[row, first:last], shift, out))
+        out[AMAX] = max(out[AMAX], np.float64(float_of(peak)))
+        s = block_scale(peak, grid)
+        scratch[SCALE, block], scratch[INVERSE, block] = s, inverse_or_zero(s)
+        # Where the block's largest value is kept all are, and nobody needs to look.
+        if np.float32(float_of(peak) / s) > grid[LAST_KEPT]:
+            for row in range(top, bottom):
+                out[SATURATED] += _saturated(bits_RC[row, first:last], shift, s, grid)
+
+
+@njit(**EXACT)  # type: ignore[untyped-decorator]
+def _measure_line(bits_W: Any, shift: Any, grid: Any, scratch: Any, energy: Any, sums: Any) -> Any:
+    """Round a patch's line and take its sums, block by block; finite elements that became and that were zero."""
+    wide_vectors()
+    zeros, blanks = 0, 0
+    for block, first in enumerate(range(0, len(bits_W), 128)):
+        last = min(first + 128, len(bits_W))
+        s, inverse = scratch[SCALE, block], scratch[INVERSE, block]
+        lost, blank = _round_line(
+            bits_W[first:last], shift, s, inverse, grid, scratch[X, first:last], scratch[Q, first:last]
+        )
+        zeros, blanks = zeros + lost, blanks + blank
+    for block, first in enumerate(range(0, len(bits_W), 128)):
+        last = min(first + 128, len(bits_W))
+        s = np.float64(scratch[SCALE, block])
+        sxx, sqq, see, s4 = _line_sums(scratch[X, first:last], scratch[Q, first:last], s)
+        energy[SIGNAL, block] += sxx
+        energy[NOISE, block] += see
+        sums[0] += sxx
+        sums[1] += sqq
+        sums[2] += see
+        sums[3] += s4
+    return zeros, blanks
+
+
+@njit(**REORDERED)  # type: ignore[untyped-decorator]
+def _line_peak(bits_W: Any, shift: Any) -> Any:
+    """Largest magnitude of a line, as bits; NaN and Inf are the largest."""
+    wide_vectors()
+    peak = np.int32(0)
+    for column in range(len(bits_W)):
+        peak = max(peak, magnitude(bits_W[column], shift))
+    return peak
+
+
+@njit(**REORDERED)  # type: ignore[untyped-decorator]
+def _finite_line_peak(bits_W: Any, shift: Any, out: Any) -> Any:
+    """Largest finite magnitude of a line, as bits, its NaN and Inf counted into out."""
+    peak = np.int32(0)
+    nan, inf = 0, 0
+    for column in range(len(bits_W)):
+        bits = magnitude(bits_W[column], shift)
+        nan += bits > INFINITY_BITS
+        inf += bits == INFINITY_BITS
+        peak = max(peak, finite_or_zero(bits))
+    out[NAN] += nan
+    out[INF] += inf
+    return peak
+
+
+@njit(**EXACT)  # type: ignore[untyped-decorator]
+def _saturated(bits_W: Any, shift: Any, s: Any, grid: Any) -> Any:
+    """Finite elements of a line that only the clamp keeps from rounding past the maximum."""
+    count = 0
+    for column in range(len(bits_W)):
+        x = float_of(finite_or_zero(magnitude(bits_W[column], shift)))
+        count += np.float32(x / s) > grid[LAST_KEPT]
+    return count
+
+
+@njit(**REORDERED)  # type: ignore[untyped-decorator]
+def _round_line(bits_W: Any, shift: Any, s: Any, inverse: Any, grid: Any, x_W: Any, q_W: Any) -> Any:
+    """|x| and its rounded |x / s|, 0 where not finite; how many finite elements became and were zero."""
+    wide_vectors()
+    maximum = np.float32(grid[MAXIMUM])
+    quantum_shift, least_exponent = np.int32(grid[QUANTUM_SHIFT]), np.int32(grid[LEAST_EXPONENT])
+    zeros, blanks = np.int32(0), np.int32(0)
+    for column in range(len(bits_W)):
+        bits = magnitude(bits_W[column], shift)
+        kept = finite_or_zero(bits)
+        x = float_of(kept)
+        ratio = quotient(x, s, inverse) if inverse > np.float32(0.0) else np.float32(x / s)
+        y = min(ratio, maximum)
+        q = rounded(y, magic(y, quantum_shift, least_exponent))
+        x_W[column] = x
+        q_W[column] = q
+        finite = bits < INFINITY_BITS
+        zeros = np.int32(zeros + np.int32((q == np.float32(0.0)) & finite))
+        blanks = np.int32(blanks + np.int32((kept == 0) & finite))
+    return zeros, blanks
+
+
+@njit(**REORDERED)  # type: ignore[untyped-decorator]
+def _line_sums(x_W: Any, q_W: Any, s: Any) -> Any:
+    """Sums of x^2, xq^2, (x - xq)^2 and x^4 over a line.
+
+    Exact up to the additions: code times scale has 28 bits, and their difference to x no more than 53.
+    """
+    wide_vectors()
+    sxx, sqq, see, s4 = 0.0, 0.0, 0.0, 0.0
+    for index in range(len(x_W)):
+        x = np.float64(x_W[index])
+        xq = np.float64(q_W[index]) * s
+        error = x - xq
+        square = x * x
+        sxx += square
+        sqq += xq * xq
+        see += error * error
+        s4 += square * square
+    return sxx, sqq, see, s4
+
+
+@njit(**EXACT)  # type: ignore[untyped-decorator]
+def enter(out: Any, edges: Any, signal: Any, noise: Any) -> None:
+    """One block into the histogram, by its ratio of signal to noise; a block of zeros is not counted."""
+    if signal > 0.0:
+        ratio = signal / noise if noise > 0.0 else np.inf
+        place = 0
+        for index in range(len(edges)):  # a search would branch on what is nearly random
+            place += ratio >= edges[index]
+        out[HISTOGRAM + place] += 1.0
+
+
+@njit(**EXACT)  # type: ignore[untyped-decorator]
+def add_sums(out: Any, low: Any, sums: Any) -> None:
+    """Add a stripe's sums to the totals, keeping what rounding drops in `low` (Knuth's two-sum).
+
+    So the number of stripes does not add to the error.
+    """
+    for index in range(4):
+        before, value = out[SUM_SQ + index], sums[index]
+        after = before + value
+        part = after - before
+        low[index] += (before - (after - part)) + (value - part)
+        out[SUM_SQ + index] = after
+
+
+@njit(**EXACT)  # type: ignore[untyped-decorator]
+def count_rows(lost: Any, count: Any, columns: Any, out: Any) -> None:
+    """The counts that whole rows decide: a row is flushed if all of it is zero now and not all of it was."""
+    for row in range(count):
+        zeros, blanks = lost[LOST, row], lost[BLANK, row]
+        out[ZEROS] += zeros
+        out[UNDERFLOW] += zeros - blanks
+        out[FLUSHED] += (zeros == columns) & (blanks < columns)
+    out[COUNT] += count * columns
+    out[ROWS] += count

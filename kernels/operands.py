@@ -1,0 +1,67 @@
+"""Checks what callers pass and cuts it into the matrices kernels see."""
+
+# Shapes: B matrices (all leading dimensions together), R rows, C columns, E experts.
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fp8_safeguard.kernels.codes import LAYOUTS, SCALES, CodeFormat, get_format, require_multiplier
+from fp8_safeguard.kernels.errors import OffsetsError, OperandError, require_option
+
+
+def check_options(layout: str, fmt: str, scale: str, multiplier: float) -> CodeFormat:
+    """The format, once every option is known to exist."""
+    require_option("layout", layout, LAYOUTS)
+    require_option("scale", scale, SCALES)
+    require_multiplier(multiplier)
+    return get_format(fmt)
+
+
+def check_source(x: Tensor, offsets: Tensor | None) -> None:
+    """Raise OperandError unless x can be quantised or measured."""
+    if not x.dtype.is_floating_point:
+        raise OperandError(f"x is {x.dtype}: pass a floating-point tensor (bfloat16, float16, float32, ...)")
+    if x.dim() < 1:
+        raise OperandError("x has no dimension: pass at least a vector, for example x.reshape(1)")
+    if offsets is not None and x.dim() != 2:
+        raise OperandError(
+            f"offsets split the rows of a matrix, x has shape {list(x.shape)}: pass x as [rows, columns]"
+        )
+
+
+def as_matrices(x: Tensor) -> Tensor:
+    """x as contiguous [B,R,C]: the last two dimensions are the matrix, a vector is one row."""
+    if x.dim() == 1:
+        return x.contiguous().reshape(1, 1, x.shape[0])
+    rows, columns = x.shape[-2:]
+    batch = x.numel() // (rows * columns) if x.numel() else _product(x.shape[:-2])
+    return x.contiguous().reshape(batch, rows, columns)
+
+
+def offsets_list(offsets: Tensor, rows: int) -> list[int]:
+    """Offsets [E+1] as integers, checked against the rows: expert e owns rows o[e] to o[e+1].
+
+    They start at 0 and never fall. Rows behind the last offset belong to no expert (padding).
+    """
+    if offsets.dim() != 1 or offsets.numel() < 1 or offsets.dtype not in (torch.int32, torch.int64):
+        raise OffsetsError(
+            f"offsets must be int32 [experts + 1], got {offsets.dtype} {list(offsets.shape)}: "
+            "build it for example with torch.cat([zero, counts.cumsum(0)]).int()"
+        )
+    bounds: list[int] = offsets.tolist()
+    falls = any(end < start for start, end in zip(bounds, bounds[1:], strict=False))
+    if bounds[0] != 0 or falls or bounds[-1] > rows:
+        raise OffsetsError(
+            f"offsets {bounds} must start at 0, never fall and end at most at {rows}, the rows of x"
+        )
+    return bounds
+
+
+def _product(sizes: torch.Size) -> int:
+    """Product of sizes, 1 when there are none."""
+    result = 1
+    for size in sizes:
+        result *= size
+    return result

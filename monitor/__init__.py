@@ -1,0 +1,1 @@
+"""What healthy means: formats, statistics, thresholds, wire types and policy."""

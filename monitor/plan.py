@@ -1,0 +1,256 @@
+"""The plan, its entries, and the decisions that change it.
+
+A plan is desired state: it lists only deviations from the configured precision, is sent whole, and applying it twice
+changes nothing. A decision is one audited change of it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+from fp8_safeguard.monitor.numbers import encode_number
+from fp8_safeguard.monitor.slots import GEMMS, LAYOUTS, OPERANDS
+
+ACTIONS = (
+    "bf16_fallback",
+    "scale_multiplier",
+    "scale_rounding",
+    "format",
+    "amax_history",
+    "margin",
+    "gradient_smoothing",
+)
+"""What an entry of a plan may ask for."""
+
+DECISION_ACTIONS = (*ACTIONS, "restore", "advice")
+"""A decision may also undo an entry, or only speak to people."""
+
+DECISION_STATES = ("proposed", "approved", "rejected", "sent", "applied", "reverted", "expired")
+
+
+class PlanError(ValueError):
+    """A target, entry, plan or decision that is not one."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What an action is applied to: one gemm of a layer, one operand in one layout, or the whole layer."""
+
+    gemm: str | None = None
+    operand: str | None = None
+    layout: str | None = None
+
+    def __post_init__(self) -> None:
+        named = (self.gemm is not None, self.operand is not None, self.layout is not None)
+        if named not in ((True, False, False), (False, True, True), (False, False, False)):
+            raise PlanError(f"a target is a gemm, an operand with its layout, or neither, not {self!r}")
+        for value, choices in ((self.gemm, GEMMS), (self.operand, OPERANDS), (self.layout, LAYOUTS)):
+            if value is not None and value not in choices:
+                raise PlanError(f"target {value!r} is not one of {', '.join(choices)}")
+
+    @property
+    def key(self) -> str:
+        """Text that identifies the target within its layer."""
+        return self.gemm or (f"{self.operand} {self.layout}" if self.operand else "layer")
+
+    def to_wire(self) -> dict[str, Any]:
+        """`{"gemm": ...}`, `{"operand": ..., "layout": ...}` or `{"layer": true}`."""
+        if self.gemm:
+            return {"gemm": self.gemm}
+        return {"operand": self.operand, "layout": self.layout} if self.operand else {"layer": True}
+
+    @classmethod
+    def from_wire(cls, wire: Mapping[str, Any]) -> Self:
+        """The inverse of to_wire. Raises PlanError."""
+        if not isinstance(wire, Mapping) or not ({"gemm", "operand", "layer"} & set(wire)):
+            raise PlanError(f"a target names a gemm, an operand or layer: true, not {wire!r}")
+        return cls(wire.get("gemm"), wire.get("operand"), wire.get("layout"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanEntry:
+    """One deviation from the configured precision."""
+
+    layer: str
+    target: Target
+    action: str
+    value: float | str | None = None
+    """The action's argument: a multiplier, a format name; None where it needs none."""
+    decision_id: str
+    not_before_step: int
+    expires_step: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.action not in ACTIONS:
+            raise PlanError(f"action {self.action!r} is not one of {', '.join(ACTIONS)}")
+
+    @property
+    def place(self) -> tuple[str, str, str]:
+        """What this entry decides; a plan holds one entry for each place."""
+        return (self.layer, self.target.key, self.action)
+
+    def to_wire(self) -> dict[str, Any]:
+        """JSON object of the contract."""
+        return {
+            "layer": self.layer,
+            "target": self.target.to_wire(),
+            "action": self.action,
+            "value": self.value,
+            "decision_id": self.decision_id,
+            "not_before_step": self.not_before_step,
+            "expires_step": self.expires_step,
+        }
+
+    @classmethod
+    def from_wire(cls, wire: Mapping[str, Any]) -> Self:
+        """The inverse of to_wire. Raises PlanError."""
+        _require(wire, "entry", ("layer", "target", "action", "decision_id", "not_before_step"))
+        return cls(
+            layer=wire["layer"],
+            target=Target.from_wire(wire["target"]),
+            action=wire["action"],
+            value=wire.get("value"),
+            decision_id=wire["decision_id"],
+            not_before_step=wire["not_before_step"],
+            expires_step=wire.get("expires_step"),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """One audited change of the plan, or a word to people, with the evidence that led to it."""
+
+    id: str
+    run: str
+    step: int
+    """Step of the evidence."""
+    layer: str
+    target: Target
+    action: str
+    value: float | str | None = None
+    rule: str
+    """Stable name of the rule that fired."""
+    reason: str
+    """One sentence for people, with the numbers."""
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+    """Metric values, thresholds, and the first step that breached them."""
+    mode: str
+    state: str
+    actor: str = "policy"
+    not_before_step: int
+    effective_step: int | None = None
+    outcome: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.action not in DECISION_ACTIONS:
+            raise PlanError(f"action {self.action!r} is not one of {', '.join(DECISION_ACTIONS)}")
+        if self.state not in DECISION_STATES:
+            raise PlanError(f"state {self.state!r} is not one of {', '.join(DECISION_STATES)}")
+
+    def to_wire(self) -> dict[str, Any]:
+        """JSON object of the contract; non-finite evidence as words."""
+        return {
+            "id": self.id,
+            "run": self.run,
+            "step": self.step,
+            "layer": self.layer,
+            "target": self.target.to_wire(),
+            "action": self.action,
+            "value": self.value,
+            "rule": self.rule,
+            "reason": self.reason,
+            "evidence": json_ready(self.evidence),
+            "mode": self.mode,
+            "state": self.state,
+            "actor": self.actor,
+            "not_before_step": self.not_before_step,
+            "effective_step": self.effective_step,
+            "outcome": self.outcome,
+        }
+
+    @classmethod
+    def from_wire(cls, wire: Mapping[str, Any]) -> Self:
+        """The inverse of to_wire. Raises PlanError."""
+        _require(wire, "decision", ("id", "run", "step", "layer", "target", "action", "rule", "reason"))
+        _require(wire, "decision", ("mode", "state", "not_before_step"))
+        fields = {name: wire[name] for name in cls.__dataclass_fields__ if name in wire}
+        return cls(**{**fields, "target": Target.from_wire(wire["target"])})
+
+    def entry(self) -> PlanEntry:
+        """The plan entry that this decision asks for. Raises PlanError on restore and advice."""
+        return PlanEntry(
+            layer=self.layer,
+            target=self.target,
+            action=self.action,
+            value=self.value,
+            decision_id=self.id,
+            not_before_step=self.not_before_step,
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All deviations from the configured precision, under one version."""
+
+    version: int = 0
+    entries: tuple[PlanEntry, ...] = ()
+
+    def with_decision(self, decision: Decision) -> "Plan":
+        """The plan after that decision; the same plan where it changes nothing.
+
+        An action replaces the entry at its place. `restore` drops every entry of its target. `advice` changes nothing.
+        """
+        if decision.action == "advice":
+            return self
+        if decision.action == "restore":
+            spot = (decision.layer, decision.target.key)
+            kept = tuple(entry for entry in self.entries if entry.place[:2] != spot)
+            return self._replaced(kept)
+        entry = decision.entry()
+        others = tuple(other for other in self.entries if other.place != entry.place)
+        present = any(other == entry for other in self.entries)
+        return self if present else self._replaced((*others, entry))
+
+    def without_decision(self, decision_id: str) -> "Plan":
+        """The plan with that decision undone; the same plan where it holds no entry of it."""
+        return self._replaced(tuple(entry for entry in self.entries if entry.decision_id != decision_id))
+
+    def emptied(self) -> "Plan":
+        """No deviation at all: the kill switch."""
+        return self._replaced(())
+
+    def find(self, layer: str, target: Target, action: str) -> PlanEntry | None:
+        """The entry at that place, if any."""
+        place = (layer, target.key, action)
+        return next((entry for entry in self.entries if entry.place == place), None)
+
+    def _replaced(self, entries: tuple[PlanEntry, ...]) -> "Plan":
+        if entries == self.entries:
+            return self
+        ordered = tuple(sorted(entries, key=lambda entry: entry.place))
+        return replace(self, version=self.version + 1, entries=ordered)
+
+    def to_wire(self) -> dict[str, Any]:
+        """JSON object of the contract."""
+        return {"version": self.version, "entries": [entry.to_wire() for entry in self.entries]}
+
+    @classmethod
+    def from_wire(cls, wire: Mapping[str, Any]) -> Self:
+        """The inverse of to_wire. Raises PlanError."""
+        _require(wire, "plan", ("version", "entries"))
+        return cls(wire["version"], tuple(PlanEntry.from_wire(entry) for entry in wire["entries"]))
+
+
+def json_ready(value: Any) -> Any:
+    """A copy that JSON can hold: numpy numbers as plain ones, non-finite ones as words."""
+    if isinstance(value, Mapping):
+        return {str(name): json_ready(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [json_ready(item) for item in value]
+    return value if isinstance(value, bool) else encode_number(value)
+
+
+def _require(wire: Any, what: str, names: tuple[str, ...]) -> None:
+    missing = [name for name in names if name not in wire] if isinstance(wire, Mapping) else list(names)
+    if missing:
+        raise PlanError(f"{what} {wire!r} lacks {', '.join(missing)}")

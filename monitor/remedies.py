@@ -1,0 +1,214 @@
+"""From breaches to candidate changes: which rule asks for which remedy where.
+
+Candidates say what the evidence asks for; `policy` says what may be done (dwell, budget, pins, mode).
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fp8_safeguard.monitor.alerts import Evidence
+from fp8_safeguard.monitor.nonfinite import Origin, reads
+from fp8_safeguard.monitor.plan import Target
+from fp8_safeguard.monitor.signals import Breach
+from fp8_safeguard.monitor.slots import GEMMS, Slot
+
+ACT_SAMPLES = 2
+"""Consecutive samples at the act level that lead to a fallback, unless one is beyond the rule's instant level."""
+
+NEUTRAL_MULTIPLIER = 1.0
+"""The multiplier at which block scales neither saturate nor flush."""
+
+Breaches = Mapping[str, Breach]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One change that the evidence asks for."""
+
+    layer: str
+    target: Target
+    action: str
+    value: float | None = None
+    rule: str
+    breaches: tuple[Breach, ...]
+    priority: int
+    """Lower goes first when the budget is short."""
+    because: str
+    """First half of the reason."""
+
+    @property
+    def order(self) -> tuple[Any, ...]:
+        """Total order, whatever the order of the slots."""
+        gemm = GEMMS.index(self.target.gemm) if self.target.gemm else -1
+        worst = max((breach.excess for breach in self.breaches if breach.limit), default=0.0)
+        return (self.priority, gemm, -worst, self.layer, self.target.key, self.action)
+
+
+def pair_up(breaches: Breaches) -> tuple[dict[str, Breach], list[tuple[Breach, Breach]]]:
+    """Breaches with lone pair rules lowered to watch, and the pairs (x row, w tile) of one layer that do act.
+
+    Weights vanish by 0.3 % only together with activations by 0.5 % in an FP8 fault; either alone has other causes. The
+    other way round, activations by 20 % need weights by 0.1 %.
+    """
+    lowered, pairs = dict(breaches), []
+    paired = {key: breach for key, breach in breaches.items() if breach.rule.remedy == "pair"}
+    for weight in paired.values():
+        if weight.slot.operand != "w":
+            continue
+        partner = replace(weight.slot, operand="x", layout="row", fmt=None)
+        activation = paired.get(f"{weight.rule.rule}|{partner.family}")
+        if activation is not None and "act" in (weight.severity, activation.severity):
+            pairs.append((activation, weight))
+    acting = {breach.key for pair in pairs for breach in pair}
+    for key, breach in paired.items():
+        if key not in acting and breach.severity == "act":
+            limit = breach.rule.level("watch", breach.slot.fmt)
+            lowered[key] = replace(breach, severity="watch", limit=limit or 0.0, instant=False)
+        elif key in acting:
+            lowered[key] = replace(breach, severity="act")
+    return lowered, pairs
+
+
+def pair_candidates(pairs: Iterable[tuple[Breach, Breach]]) -> list[Candidate]:
+    """fprop and dgrad of the layer: the two gemms that read the weight."""
+    return [
+        Candidate(
+            layer=weight.slot.layer,
+            target=Target(gemm=gemm),
+            action="bf16_fallback",
+            rule="weight-underflow",
+            breaches=(activation, weight),
+            priority=1,
+            because=f"{weight.slot.layer}: {percent(weight.value)} of w and {percent(activation.value)} of x vanish in quantisation "
+            f"(limits together: {percent(weight.limit)} and {percent(activation.limit)})",
+        )
+        for activation, weight in pairs
+        for gemm in ("fprop", "dgrad")
+    ]
+
+
+def scale_candidates(breaches: Breaches) -> list[Candidate]:
+    """Saturation and flushed rows: what block scales never do by themselves, so the multiplier goes back to 1."""
+    return [
+        Candidate(
+            layer=breach.slot.layer,
+            target=scale_target(breach.slot),
+            action="scale_multiplier",
+            value=NEUTRAL_MULTIPLIER,
+            rule=breach.rule.rule,
+            breaches=(breach,),
+            priority=0,
+            because=describe(breach) + ", which block scales never do by themselves",
+        )
+        for breach in breaches.values()
+        if breach.rule.remedy == "scale" and breach.severity == "act"
+    ]
+
+
+def scale_target(slot: Slot) -> Target:
+    """The operand whose scale is at fault, in its main layout: a multiplier belongs to the operand."""
+    return Target(operand=slot.operand, layout="tile" if slot.operand == "w" else "row")
+
+
+def fallback_candidates(
+    breaches: Breaches, evidence: Mapping[str, Evidence], families: frozenset[str]
+) -> list[Candidate]:
+    """Gemms that their own recomputed error, or the operands that they read, ask to run in BF16.
+
+    Where a recomputed result is at hand it alone judges: an operand then asks for nothing (but in preset seed).
+    """
+    found = []
+    for key, breach in breaches.items():
+        rule = breach.rule
+        if breach.severity != "act" or rule.remedy not in ("fallback", "unjudged", "scale"):
+            continue
+        at_once = breach.instant or _flushed_wgrad(breach, breaches)
+        if evidence[key].act < ACT_SAMPLES and not at_once:
+            continue
+        for gemm in _gemms_of(breach.slot):
+            if rule.remedy != "fallback" and Slot(breach.slot.layer, gemm=gemm).family in families:
+                continue
+            found.append(
+                Candidate(
+                    layer=breach.slot.layer,
+                    target=Target(gemm=gemm),
+                    action="bf16_fallback",
+                    rule=rule.rule,
+                    breaches=(breach,),
+                    priority=2 if rule.rule == "gemm-error" else 3,
+                    because=describe(breach),
+                )
+            )
+    return found
+
+
+def nonfinite_candidates(origin: Origin) -> list[Candidate]:
+    """Fallback of the gemms at the origin; advice where the weights themselves are non-finite."""
+    breach = origin.breach("act")
+    where = f", and in {origin.other_layers} other layers after it" if origin.other_layers else ""
+    because = f"{origin.count:.0f} non-finite values begin in {origin.slot.label}{where}"
+    common: dict[str, Any] = {"layer": origin.slot.layer, "rule": "non-finite", "breaches": (breach,)}
+    if not origin.gemms:
+        why = because + "; the weights themselves hold them, so no precision helps: go back to a checkpoint"
+        return [Candidate(target=Target(), action="advice", priority=0, because=why, **common)]
+    return [
+        Candidate(target=Target(gemm=gemm), action="bf16_fallback", priority=0, because=because, **common)
+        for gemm in origin.gemms
+    ]
+
+
+def _gemms_of(slot: Slot) -> tuple[str, ...]:
+    if slot.gemm is not None:
+        return (slot.gemm,)
+    return tuple(gemm for gemm in GEMMS if reads(gemm, slot.operand or "", slot.layout))
+
+
+def _flushed_wgrad(breach: Breach, breaches: Breaches) -> bool:
+    """A flushed wgrad harms more than a flushed dgrad: with flushed rows of dy, one sample is enough."""
+    if breach.slot.gemm != "wgrad":
+        return False
+    dy = breaches.get(f"rows-flushed|{Slot(breach.slot.layer, operand='dy', layout='row').family}")
+    return dy is not None and dy.severity == "act"
+
+
+_WORDS = {
+    "underflow_ratio": "vanishes in quantisation",
+    "saturation_ratio": "saturates",
+    "rows_flushed_ratio": "of the rows are flushed to zero",
+    "relative_error": "off the high-precision result",
+}
+
+
+def describe(breach: Breach) -> str:
+    """One breach in words: `blocks.3.qkv dgrad is 12 % off the high-precision result (limit 5 %)`."""
+    label, metric, value = breach.slot.label, breach.rule.metric, breach.value
+    if metric == "relative_error":
+        return f"{label} is {percent(value)} {_WORDS[metric]} (limit {percent(breach.limit)})"
+    if metric in _WORDS:
+        return f"{label}: {percent(value)} {_WORDS[metric]} (limit {percent(breach.limit)})"
+    if metric.endswith("_db"):
+        return f"{label}: signal to quantisation noise is {value:.3g} dB (limit {breach.limit:.3g} dB)"
+    return f"{label}: {metric} is {value:.4g} (limit {breach.limit:.4g})"
+
+
+def percent(ratio: float) -> str:
+    """`0.45 %`, three significant digits."""
+    return f"{100.0 * ratio:.3g} %"
+
+
+def signals(breaches: Iterable[Breach], evidence: Mapping[str, Evidence], step: int) -> list[dict[str, Any]]:
+    """Breaches as the evidence of a decision."""
+    return [
+        {
+            "rule": breach.rule.rule,
+            "slot": breach.slot.to_wire(),
+            "metric": breach.rule.metric,
+            "value": breach.value,
+            "threshold": breach.limit,
+            "severity": breach.severity,
+            "origin": breach.rule.origin,
+            "first_step": evidence[breach.key].first_step if breach.key in evidence else step,
+        }
+        for breach in breaches
+    ]

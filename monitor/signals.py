@@ -1,0 +1,216 @@
+"""Breaches of one step: every slot against every threshold, vectorised.
+
+What depends only on the slot list and the preset (which rule speaks about which slot, and the fixed levels) is compiled
+once and remembered; a step then costs one derived metric and two comparisons a rule.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fp8_safeguard.monitor.columns import StatsTable
+from fp8_safeguard.monitor.metrics import derive
+from fp8_safeguard.monitor.slots import Slot
+from fp8_safeguard.monitor.thresholds import MEDIAN_CAP, Preset, Threshold
+
+FloatArray = NDArray[np.float64]
+Severity = Literal["watch", "act"]
+
+HISTORY_METRICS = {"operand": ("amax", "kurtosis"), "gemm": ("relative_error", "relative_error")}
+"""The two metrics kept in the history of an operand slot, and of a GEMM slot (which has one: its second stays empty)."""
+
+MIN_UNDERFLOW_COUNT = 8
+"""Fewer vanished elements than this are chance, whatever ratio they make in a small tensor."""
+
+EXPERT_MIN_COUNT = 4096
+"""Elements below which one expert's ratios are too noisy: an expert may see a handful of tokens."""
+
+
+@dataclass(frozen=True)
+class Breach:
+    """One slot beyond one threshold at one step."""
+
+    rule: Threshold
+    slot: Slot
+    value: float
+    severity: Severity
+    limit: float
+    """The level that was crossed."""
+    instant: bool
+    """Whether the value is so far out that one sample is enough."""
+    group: str | None = None
+    """Key, if it is not that of the rule at the slot."""
+
+    @property
+    def key(self) -> str:
+        """What stays the same from sample to sample: the rule and the slot (any expert of a layer is one)."""
+        return self.group or f"{self.rule.rule}|{self.slot.family}"
+
+    @property
+    def rank(self) -> tuple[Any, ...]:
+        """Orders breaches of one key by how bad they are."""
+        return (self.severity == "act", self.instant, self.excess, self.slot.key)
+
+    @property
+    def excess(self) -> float:
+        """How far beyond the level, as a ratio of at least 1 (for dB, in amplitude)."""
+        if self.rule.metric.endswith("_db"):
+            return float(10.0 ** ((self.limit - self.value) / 20.0))
+        if not self.rule.above:
+            # A cosine: compare the distances from 1.
+            return float((1.0 - self.value) / (1.0 - self.limit))
+        return self.value / self.limit
+
+
+@dataclass(frozen=True)
+class _RuleOnSlots:
+    rule: Threshold
+    positions: NDArray[np.intp]
+    watch: FloatArray
+    act: FloatArray
+    instant: FloatArray
+    min_count: FloatArray
+    history_column: int
+
+
+@dataclass(frozen=True)
+class SlotList:
+    """What a slot list and a preset fix. Variants (what-ifs) take no part."""
+
+    slots: tuple[Slot, ...]
+    rules: tuple[_RuleOnSlots, ...]
+    families: frozenset[str]
+    layers: frozenset[str]
+    keys: tuple[str, ...]
+    """History keys, of the slots that have their own history (no expert: its identity changes)."""
+    own: NDArray[np.intp]
+    """Positions of those."""
+    is_gemm: NDArray[np.bool_]
+    """[own] whether each is a GEMM."""
+    own_row: Mapping[str, int]
+    """Place of each key among `own`."""
+
+
+@lru_cache(maxsize=64)
+def compile_slots(slots: tuple[Slot, ...], preset: Preset) -> SlotList:
+    """The fixed part of an evaluation; the same lists come back sample after sample."""
+    real = [position for position, slot in enumerate(slots) if slot.variant is None]
+    own = [position for position in real if slots[position].expert is None]
+    return SlotList(
+        slots=slots,
+        rules=tuple(
+            compiled for rule in preset.rules if (compiled := _compile_rule(rule, slots, real)) is not None
+        ),
+        families=frozenset(slots[position].family for position in real),
+        layers=frozenset(slots[position].layer for position in real),
+        keys=tuple(slots[position].key for position in own),
+        own=np.array(own, dtype=np.intp),
+        is_gemm=np.array([slots[position].gemm is not None for position in own], dtype=bool),
+        own_row={slots[position].key: row for row, position in enumerate(own)},
+    )
+
+
+def _compile_rule(rule: Threshold, slots: Sequence[Slot], real: Sequence[int]) -> _RuleOnSlots | None:
+    chosen = [position for position in real if rule.matches(slots[position])]
+    if not chosen:
+        return None
+
+    def levels(severity: Literal["watch", "act", "instant"]) -> FloatArray:
+        found = [rule.level(severity, slots[position].fmt) for position in chosen]
+        return np.array([np.nan if level is None else level for level in found], dtype=np.float64)
+
+    floors = [rule.min_count if slots[position].expert is None else EXPERT_MIN_COUNT for position in chosen]
+    return _RuleOnSlots(
+        rule,
+        np.array(chosen, dtype=np.intp),
+        levels("watch"),
+        levels("act"),
+        levels("instant"),
+        np.array(floors, dtype=np.float64),
+        1 if rule.metric == HISTORY_METRICS["operand"][1] else 0,
+    )
+
+
+class Measures(Mapping[str, NDArray[Any]]):
+    """Columns and derived metrics of one step as float64, NaN for null, each computed once."""
+
+    def __init__(self, table: StatsTable) -> None:
+        self._columns = table.float_columns()
+        self._table = table
+        self._found: dict[str, FloatArray] = {}
+
+    def __getitem__(self, name: str) -> FloatArray:
+        if name not in self._found:
+            known = name in self._table.columns
+            self._found[name] = self._columns[name] if known else derive(name, self)
+        return self._found[name]
+
+    def __iter__(self) -> Any:
+        return iter(self._table.columns)
+
+    def __len__(self) -> int:
+        return len(self._table.columns)
+
+
+def history_values(compiled: SlotList, measures: Measures) -> FloatArray:
+    """The values [own, 2] that the history keeps of this step."""
+    values = np.full((len(compiled.own), 2), np.nan)
+    operand = ~compiled.is_gemm
+    values[operand, 0] = measures["amax"][compiled.own[operand]]
+    values[operand, 1] = measures["kurtosis"][compiled.own[operand]]
+    values[compiled.is_gemm, 0] = measures["relative_error"][compiled.own[compiled.is_gemm]]
+    return values
+
+
+def find_breaches(compiled: SlotList, measures: Measures, own_medians: FloatArray) -> list[Breach]:
+    """Every breach of the step. own_medians [own, 2]: NaN where a slot has no history yet."""
+    medians = np.full((len(compiled.slots), 2), np.nan)
+    medians[compiled.own] = own_medians
+    # A median of 0 (a dead layer) is no reference: anything is infinitely above it.
+    medians[medians <= 0] = np.nan
+    with np.errstate(invalid="ignore"):
+        return [
+            breach for on in compiled.rules for breach in _breaches(on, compiled.slots, measures, medians)
+        ]
+
+
+def _breaches(
+    on: _RuleOnSlots, slots: Sequence[Slot], measures: Measures, medians: FloatArray
+) -> list[Breach]:
+    rule, at = on.rule, on.positions
+    value = measures[rule.metric][at]
+    watch, act = _levels(on, medians[at, on.history_column])
+    beyond = np.greater if rule.above else np.less
+    acts = beyond(value, act)
+    breached = (acts | beyond(value, watch)) & (measures["count"][at] >= on.min_count)
+    if rule.metric == "underflow_ratio":
+        breached &= measures["underflow"][at] >= MIN_UNDERFLOW_COUNT
+    found = np.flatnonzero(breached)
+    if not found.size:
+        return []
+    instants = beyond(value, on.instant)
+    return [
+        Breach(
+            rule,
+            slots[at[place]],
+            float(value[place]),
+            "act" if acts[place] else "watch",
+            float(act[place] if acts[place] else watch[place]),
+            bool(acts[place] and instants[place]),
+        )
+        for place in found.tolist()
+    ]
+
+
+def _levels(on: _RuleOnSlots, median: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """Levels in force (`watch_level` and `act_level` of thresholds, over arrays)."""
+    rule = on.rule
+    watch = on.watch if rule.watch_over_median is None else rule.watch_over_median * median
+    if rule.act_over_median is None:
+        return watch, on.act
+    relaxed = np.fmax(on.act, rule.act_over_median * median)
+    return watch, np.minimum(relaxed, MEDIAN_CAP * on.act)

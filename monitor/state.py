@@ -1,0 +1,109 @@
+"""What the policy remembers between steps, and its JSON form."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from fp8_safeguard.monitor.alerts import Alert, Evidence
+from fp8_safeguard.monitor.budget import Costs
+from fp8_safeguard.monitor.history import History
+from fp8_safeguard.monitor.numbers import decode_number, encode_number
+from fp8_safeguard.monitor.plan import Plan, Target
+
+
+@dataclass(frozen=True)
+class Change:
+    """The latest change at one spot (a target of a layer), which keeps it at rest for the dwell."""
+
+    step: int
+    decision_id: str
+    action: str
+    restorable: bool = False
+    """Whether the operands showed the fault, so that their health says when it is over. A fault that only the GEMM's result
+    showed leaves no such sign once the GEMM runs in BF16, and a person restores it."""
+    restores: int = 0
+    """How often the spot was restored before: each time the next restore waits twice as long."""
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A decision that waits for a person. It is not made twice, and counts against the budget; once the evidence has not
+    asked for it for the dwell, it expires."""
+
+    step: int
+    last_step: int
+    """The latest step whose evidence asked for it."""
+    decision_id: str
+    layer: str
+    gemm: str | None
+    action: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyState:
+    """Immutable; `decide` returns a new one. PolicyState() starts a run."""
+
+    last_step: int | None = None
+    """The last step decided on; older ones are never decided on."""
+    plan: Plan = field(default_factory=Plan)
+    alerts: Mapping[str, Alert] = field(default_factory=dict)
+    """Open alerts by key."""
+    evidence: Mapping[str, Evidence] = field(default_factory=dict)
+    history: History = field(default_factory=History)
+    changes: Mapping[str, Change] = field(default_factory=dict)
+    """By spot."""
+    proposals: Mapping[str, Proposal] = field(default_factory=dict)
+    """By place: spot and action."""
+    probation: Mapping[str, int] = field(default_factory=dict)
+    """Consecutive healthy samples of what a spot in fallback reads, by spot."""
+    advised: Mapping[str, int] = field(default_factory=dict)
+    """The last step at which a reason for advice held, by spot: advice is given once."""
+    costs: Costs = field(default_factory=Costs)
+    loss_scale: float | None = None
+    decisions_made: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON object; `from_dict` gives an equal state."""
+        return {
+            "last_step": self.last_step,
+            "plan": self.plan.to_wire(),
+            "alerts": {key: alert.to_dict() for key, alert in self.alerts.items()},
+            "evidence": {key: evidence.to_list() for key, evidence in self.evidence.items()},
+            "history": self.history.to_dict(),
+            "changes": {key: vars(change) for key, change in self.changes.items()},
+            "proposals": {key: vars(proposal) for key, proposal in self.proposals.items()},
+            "probation": dict(self.probation),
+            "advised": dict(self.advised),
+            "costs": dict(self.costs.layers),
+            "loss_scale": encode_number(self.loss_scale),
+            "decisions_made": self.decisions_made,
+        }
+
+    @classmethod
+    def from_dict(cls, stored: Mapping[str, Any]) -> Self:
+        """The inverse of to_dict."""
+        return cls(
+            last_step=stored["last_step"],
+            plan=Plan.from_wire(stored["plan"]),
+            alerts={key: Alert.from_dict(alert) for key, alert in stored["alerts"].items()},
+            evidence={key: Evidence(*numbers) for key, numbers in stored["evidence"].items()},
+            history=History.from_dict(stored["history"]),
+            changes={key: Change(**change) for key, change in stored["changes"].items()},
+            proposals={key: Proposal(**proposal) for key, proposal in stored["proposals"].items()},
+            probation=dict(stored["probation"]),
+            advised=dict(stored["advised"]),
+            costs=Costs(dict(stored["costs"])),
+            loss_scale=decode_number(stored["loss_scale"]),
+            decisions_made=stored["decisions_made"],
+        )
+
+
+def spot(layer: str, target: Target) -> str:
+    """Key of one target of one layer."""
+    return json.dumps([layer, target.key])
+
+
+def place(layer: str, target: Target, action: str) -> str:
+    """Key of one action at one spot."""
+    return json.dumps([layer, target.key, action])

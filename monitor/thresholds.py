@@ -1,0 +1,302 @@
+"""Threshold presets: which values of which metric are worth watching or acting on.
+
+`floor`, the default, is per operand, layout and gemm, relative to the format's noise floor and to the slot's own median.
+Its values were measured on a small FP8 mixture-of-experts model: none fires in 12,000 healthy slot samples of 4 seeds, 11 of
+11 FP8 faults reach an act level, and 7 of 7 faults that are not FP8's (raw norm gain, token weights, data spike, ...) reach
+none. Underflow is the early warning; the error of the recomputed GEMM is the judge.
+
+`seed` is one pair for every slot: underflow below 0.5 % and cosine above 0.995. It has no false alarms on healthy runs
+either, but calls 4 of the same 7 other faults FP8's: take its word with care.
+
+The noise floor of [1, 128] blocks of Gaussian data is 31.8 dB in E4M3 and 6 dB less in E5M2, which has one mantissa bit
+less: levels in dB move by that, levels of a relative error double.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from fp8_safeguard.monitor.slots import Slot
+
+Remedy = Literal["fallback", "unjudged", "scale", "pair", "none"]
+
+E5M2_SHIFT_DB = -6.0
+E5M2_ERROR_FACTOR = 2.0
+MEDIAN_CAP = 2.0
+"""The own median relaxes an act level up to this factor: a slot that creeps up must not teach its own threshold."""
+
+
+class UnknownPresetError(ValueError):
+    """A preset name that is not one of the known ones."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Threshold:
+    """One rule: a metric of matching slots, its levels, and what reaching the act level leads to."""
+
+    rule: str
+    """Stable name, shown in alerts and decisions."""
+    metric: str
+    above: bool = True
+    """Whether values above the levels are bad; False: values below."""
+    watch: float | None = None
+    act: float | None = None
+    operand: str | None = None
+    layout: str | None = None
+    gemm: str | None = None
+    origin: str
+    """Where the numbers come from, for people."""
+    watch_over_median: float | None = None
+    """Watch level as a multiple of the slot's own median (no level until there is one)."""
+    act_over_median: float | None = None
+    """Raises the act level to this multiple of the slot's own median, up to MEDIAN_CAP times itself."""
+    instant: float | None = None
+    """Beyond this, one sample at the act level is enough; otherwise it takes two."""
+    min_count: int = 0
+    """Elements below which the metric is too noisy to judge."""
+    remedy: Remedy = "none"
+    """fallback: of the gemms that read the slot. unjudged: the same where no recomputed GEMM can judge. scale: a
+    neutral multiplier first, then as unjudged. pair: only together with its partner, x row with w tile. none: for people only."""
+
+    def matches(self, slot: Slot) -> bool:
+        """Whether the rule speaks about that slot. A rule without operand, layout and gemm speaks about all."""
+        wanted = (self.operand, self.layout, self.gemm)
+        if wanted == (None, None, None):
+            return True
+        if self.gemm is not None:
+            return slot.gemm == self.gemm
+        return slot.operand == self.operand and self.layout in (None, slot.layout)
+
+    def level(self, severity: Literal["watch", "act", "instant"], fmt: str | None = None) -> float | None:
+        """A fixed level, moved to the noise floor of the slot's format."""
+        value: float | None = getattr(self, severity)
+        if value is None or fmt != "e5m2":
+            return value
+        if self.metric in ("sqnr_db", "tile_sqnr_p01_db"):
+            return value + E5M2_SHIFT_DB
+        return value * E5M2_ERROR_FACTOR if self.metric == "relative_error" and value < 0.5 else value
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A named set of rules; for any slot at most one rule of each name matches."""
+
+    name: str
+    rules: tuple[Threshold, ...]
+
+    def matching(self, slot: Slot) -> tuple[Threshold, ...]:
+        """The rules that speak about that slot."""
+        return tuple(rule for rule in self.rules if rule.matches(slot))
+
+
+def _gemm_errors() -> Sequence[Threshold]:
+    origin = "twice the largest healthy error of a recomputed GEMM, or of this slot's own median"
+    both = [
+        Threshold(
+            rule="gemm-error",
+            metric="relative_error",
+            gemm=gemm,
+            act=0.05,
+            instant=0.15,
+            watch_over_median=1.3,
+            act_over_median=2.0,
+            remedy="fallback",
+            origin=origin,
+        )
+        for gemm in ("fprop", "dgrad")
+    ]
+    # wgrad is a leaf: its noise goes no further, and healthy runs swing up to 1.8 times their own median.
+    wgrad = Threshold(
+        rule="gemm-error",
+        metric="relative_error",
+        gemm="wgrad",
+        act=0.08,
+        instant=0.90,
+        watch_over_median=2.0,
+        act_over_median=3.0,
+        remedy="fallback",
+        origin="twice the largest healthy error of a recomputed wgrad, or three times this slot's own median",
+    )
+    return (*both, wgrad)
+
+
+def _underflow() -> Sequence[Threshold]:
+    def rule(operand: str, layout: str, watch: float, act: float | None, origin: str) -> Threshold:
+        return Threshold(
+            rule="underflow",
+            metric="underflow_ratio",
+            operand=operand,
+            layout=layout,
+            watch=watch,
+            act=act,
+            remedy="none" if act is None else "pair",
+            origin=origin,
+        )
+
+    rows = "six times the healthy maximum of row blocks"
+    columns = "six times the healthy maximum of column blocks; for information"
+    return (
+        rule("x", "row", 0.005, 0.20, rows),
+        rule("dy", "row", 0.005, None, rows),
+        rule("w", "tile", 0.001, 0.003, "ten times the healthy maximum of weights"),
+        rule("x", "col", 0.02, None, columns),
+        rule("dy", "col", 0.02, None, columns),
+    )
+
+
+def _operand_rules() -> Sequence[Threshold]:
+    rules = []
+    for operand in ("x", "w", "dy"):
+        rules += [
+            Threshold(
+                rule="sqnr",
+                metric="sqnr_db",
+                above=False,
+                operand=operand,
+                watch=28.5,
+                act=20.0,
+                min_count=1024,
+                remedy="unjudged",
+                origin="3 dB under the format's noise floor; act: 15 times its noise power",
+            ),
+            Threshold(
+                rule="tile-sqnr",
+                metric="tile_sqnr_p01_db",
+                above=False,
+                operand=operand,
+                watch=24.0,
+                min_count=1024,
+                origin="two bins under the healthy minimum of the worst hundredth of the blocks",
+            ),
+            Threshold(
+                rule="saturation",
+                metric="saturation_ratio",
+                operand=operand,
+                watch=0.0001,
+                act=0.01,
+                instant=0.01,
+                remedy="scale",
+                origin="block scales saturate nothing; a multiplier below 1 or a stale scale does",
+            ),
+            Threshold(
+                rule="amax-jump",
+                metric="amax",
+                operand=operand,
+                watch_over_median=16.0,
+                origin="twice the largest healthy swing of a slot's amax; never a reason to act",
+            ),
+            Threshold(
+                rule="kurtosis-jump",
+                metric="kurtosis",
+                operand=operand,
+                watch_over_median=100.0,
+                origin="twice the largest healthy swing of a slot's kurtosis; never a reason to act",
+            ),
+        ]
+    return rules
+
+
+def _rows_flushed() -> Sequence[Threshold]:
+    origin = "healthy rows are never flushed whole"
+    dy = Threshold(
+        rule="rows-flushed",
+        metric="rows_flushed_ratio",
+        operand="dy",
+        layout="row",
+        watch=0.01,
+        act=0.50,
+        instant=0.50,
+        remedy="scale",
+        origin=origin,
+    )
+    x = Threshold(
+        rule="rows-flushed",
+        metric="rows_flushed_ratio",
+        operand="x",
+        layout="row",
+        watch=0.01,
+        origin=origin,
+    )
+    return (dy, x)
+
+
+FLOOR = Preset("floor", (*_gemm_errors(), *_underflow(), *_operand_rules(), *_rows_flushed()))
+
+SEED = Preset(
+    "seed",
+    (
+        Threshold(
+            rule="seed-underflow",
+            metric="underflow_ratio",
+            watch=0.005,
+            act=0.005,
+            remedy="fallback",
+            origin="preset seed: one pair for every slot",
+        ),
+        Threshold(
+            rule="seed-cosine",
+            metric="cosine",
+            above=False,
+            watch=0.995,
+            act=0.995,
+            remedy="fallback",
+            origin="preset seed: one pair for every slot",
+        ),
+    ),
+)
+
+PRESETS = {preset.name: preset for preset in (FLOOR, SEED)}
+
+
+def get_preset(name: str | Preset) -> Preset:
+    """The preset of that name; a Preset is returned as it is. Raises UnknownPresetError."""
+    if isinstance(name, Preset):
+        return name
+    try:
+        return PRESETS[name]
+    except (KeyError, TypeError):
+        raise UnknownPresetError(
+            f"thresholds {name!r} are not known; choose one of {', '.join(PRESETS)}"
+        ) from None
+
+
+def thresholds_for(
+    preset: str | Preset, slot: Slot | None, metric: str, *, median: float | None = None
+) -> list[dict[str, float | str]]:
+    """The lines to draw beside a series: `{"value", "severity", "origin"}`, watch before act.
+
+    slot: None for a metric of the whole layer or run, which only rules for every slot speak about. With the slot's own
+    `median`, levels relative to it are given as well. Cosine rules also give lines for the two distortions.
+    """
+    lines: list[dict[str, float | str]] = []
+    complement = metric in ("cosine_distortion", "gradient_distortion")
+    fmt = slot.fmt if slot is not None else None
+    for rule in get_preset(preset).rules:
+        everywhere = rule.operand is None and rule.gemm is None
+        if rule.metric != ("cosine" if complement else metric):
+            continue
+        if not (everywhere if slot is None else rule.matches(slot)):
+            continue
+        for severity, value in (
+            ("watch", watch_level(rule, fmt, median)),
+            ("act", act_level(rule, fmt, median)),
+        ):
+            if value is not None:
+                shown = 1.0 - value if complement else value
+                lines.append({"value": shown, "severity": severity, "origin": rule.origin})
+    return lines
+
+
+def watch_level(rule: Threshold, fmt: str | None, median: float | None) -> float | None:
+    """The level in force for a slot of that format and own median; None where there is none yet."""
+    if rule.watch_over_median is not None:
+        return rule.watch_over_median * median if median is not None and median > 0 else None
+    return rule.level("watch", fmt)
+
+
+def act_level(rule: Threshold, fmt: str | None, median: float | None) -> float | None:
+    """As watch_level, for acting."""
+    fixed = rule.level("act", fmt)
+    if fixed is None or rule.act_over_median is None or median is None:
+        return fixed
+    return min(max(fixed, rule.act_over_median * median), MEDIAN_CAP * fixed)

@@ -1,0 +1,69 @@
+"""The application: parts are made here and passed in, routes are joined."""
+
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
+
+from fp8_safeguard.server import problems
+from fp8_safeguard.server.context import Context
+from fp8_safeguard.server.events import Broadcast
+from fp8_safeguard.server.metrics import IngestMeters, RunCollector
+from fp8_safeguard.server.migrate import upgrade
+from fp8_safeguard.server.routes import alerts, decisions, events, health, ingest, pages, queries, runs
+from fp8_safeguard.server.settings import Settings, check_bind
+from fp8_safeguard.server.store import open_store
+
+API_PREFIX = "/api/v1"
+
+
+def create_app(
+    settings: Settings,
+    *,
+    clock: Callable[[], float] = time.time,
+    registry: CollectorRegistry | None = None,
+) -> FastAPI:
+    """The service on the store that the settings name; the schema is brought up to date here.
+
+    Raises InsecureBindError for a public address without a token, StoreError for a store that cannot be used.
+    """
+    check_bind(settings)
+    store = open_store(settings, clock)
+    upgrade(store)
+    registry = registry if registry is not None else CollectorRegistry()
+    registry.register(RunCollector(store, settings))
+    context = Context(
+        settings=settings,
+        store=store,
+        events=Broadcast(settings.sse_queue_events),
+        meters=IngestMeters(registry),
+        clock=clock,
+    )
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        context.events.close()
+        store.close()
+
+    app = FastAPI(
+        title="fp8-safeguard",
+        version=version("fp8-safeguard"),
+        summary="Watches the numerics of FP8 training while it runs, and acts on what it sees.",
+        # The stock pages load their assets from a content delivery network.
+        docs_url=None,
+        redoc_url=None,
+        lifespan=lifespan,
+    )
+    app.state.context = context
+    app.state.store = store
+    app.state.registry = registry
+    problems.install(app)
+    app.include_router(health.router)
+    for part in (ingest, decisions, alerts, runs, queries, events):
+        app.include_router(part.router, prefix=API_PREFIX)
+    app.include_router(pages.router)
+    return app

@@ -1,0 +1,271 @@
+"""What people change: mode, decisions, pins and the kill switch."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from sqlalchemy import Connection, Row, func, select
+
+from fp8_safeguard.monitor import policy
+from fp8_safeguard.monitor.plan import ACTIONS, Decision, PlanError, Target
+from fp8_safeguard.monitor.policy import PolicyState
+from fp8_safeguard.monitor.thresholds import PRESETS
+from fp8_safeguard.monitor.wire import MODES
+from fp8_safeguard.server import audit, slotlists
+from fp8_safeguard.server.answers import strict_dumps
+from fp8_safeguard.server.auditview import decision_item
+from fp8_safeguard.server.deciding import config_of
+from fp8_safeguard.server.events import Event
+from fp8_safeguard.server.policystore import load_state, save_state
+from fp8_safeguard.server.problems import Problem, invalid, not_found
+from fp8_safeguard.server.runlookup import find_run
+from fp8_safeguard.server.tables import attempts, decisions, pins, run_slot_lists, runs, samples, slot_lists
+
+Answer = tuple[dict[str, Any], list[Event]]
+PERSON = "person"
+
+
+def change_run(conn: Connection, run: str, changes: Mapping[str, Any], now: float) -> list[Event]:
+    """Change mode, thresholds or end of a run. Raises Problem 404 or 422."""
+    row = find_run(conn, run)
+    allowed: dict[str, tuple[Any, ...]] = {
+        "mode": MODES,
+        "thresholds": tuple(PRESETS),
+        "ended": (True, False),
+    }
+    errors = [(f"/{name}", f"{name!r} cannot be changed") for name in changes if name not in allowed]
+    for name, known in allowed.items():
+        if name in changes and not any(changes[name] is value or changes[name] == value for value in known):
+            errors.append((f"/{name}", f"{changes[name]!r} is not one of {', '.join(map(str, known))}"))
+    if errors or not changes:
+        detail = (
+            "; ".join(message for _, message in errors)
+            or f"nothing to change; give one of {', '.join(allowed)}"
+        )
+        raise invalid(detail, errors)
+    values: dict[str, Any] = {}
+    if "mode" in changes:
+        values["mode"] = changes["mode"]
+    if "thresholds" in changes:
+        values["preset"] = changes["thresholds"]
+    if "ended" in changes:
+        values["ended_at"] = now if changes["ended"] else None
+    conn.execute(runs.update().where(runs.c.id == row.id).values(values))
+    return [Event(run=run, kind="state", data=dict(changes))]
+
+
+def delete_run(conn: Connection, run: str) -> None:
+    """Remove a run with all that was stored for it, and slot lists that no run uses any more."""
+    row = find_run(conn, run)
+    mine = select(attempts.c.id).where(attempts.c.run_id == row.id)
+    conn.execute(samples.delete().where(samples.c.attempt_id.in_(mine)))
+    conn.execute(runs.delete().where(runs.c.id == row.id))
+    used = select(run_slot_lists.c.slot_list_id)
+    conn.execute(slot_lists.delete().where(slot_lists.c.id.not_in(used)))
+
+
+def approve(conn: Connection, decision: str, actor: str) -> Answer:
+    """Put a proposed decision into the plan. Raises Problem 404 or 409."""
+    row, run = _find_decision(conn, decision)
+    _expect_state(row, ("proposed",), "approved")
+    _refuse_observing(run)
+    return _apply(conn, run, row, policy.approve, state="approved", actor=actor)
+
+
+def reject(conn: Connection, decision: str, actor: str) -> Answer:
+    """Refuse a proposed decision; its spot rests before it may be proposed again. Raises Problem 404 or 409."""
+    row, run = _find_decision(conn, decision)
+    _expect_state(row, ("proposed",), "rejected")
+    return _apply(conn, run, row, policy.reject, state="rejected", actor=actor)
+
+
+def revert(conn: Connection, decision: str, actor: str) -> Answer:
+    """Take a decision out of the plan again. Raises Problem 404 or 409."""
+    row, run = _find_decision(conn, decision)
+    _expect_state(row, ("approved", "sent", "applied"), "reverted")
+    return _apply(conn, run, row, policy.revert, state="reverted", actor=actor)
+
+
+def _apply(conn: Connection, run: Row[Any], row: Row[Any], change: Any, *, state: str, actor: str) -> Answer:
+    """Let the policy's memory take up what a person decided, and note it."""
+    attempt, before = _memory(conn, run)
+    made = replace(Decision.from_wire(json.loads(row.body)), actor=actor, state=state)
+    after = change(before, made, before.last_step or 0)
+    save_state(conn, run, attempt.id, after, config_of(conn, run))
+    changed = after.plan.version != before.plan.version
+    values = {"state": state, "body": strict_dumps(made.to_wire())}
+    if state == "approved" and changed:
+        values["plan_version"] = after.plan.version
+    updated = conn.execute(
+        decisions.update().where(decisions.c.number == row.number).values(values).returning(*decisions.c)
+    ).one()
+    item = decision_item(updated)
+    return item, [Event(run=run.name, kind="decision", data=item), *_plan_events(run, before, after)]
+
+
+def _memory(conn: Connection, run: Row[Any]) -> tuple[Row[Any], PolicyState]:
+    """The newest attempt and its policy's memory."""
+    newest = select(func.max(attempts.c.id)).where(attempts.c.run_id == run.id).scalar_subquery()
+    attempt = conn.execute(select(attempts).where(attempts.c.id == newest)).one()
+    return attempt, load_state(run, attempt)
+
+
+def _plan_events(run: Row[Any], before: PolicyState, after: PolicyState) -> list[Event]:
+    if after.plan.version == before.plan.version:
+        return []
+    return [Event(run=run.name, kind="plan", data=after.plan.to_wire())]
+
+
+def _find_decision(conn: Connection, decision: str) -> tuple[Row[Any], Row[Any]]:
+    row = conn.execute(select(decisions).where(decisions.c.id == decision)).one_or_none()
+    if row is None:
+        raise not_found("decision-not-found", f"there is no decision {decision!r}")
+    return row, conn.execute(select(runs).where(runs.c.id == row.run_id)).one()
+
+
+def _expect_state(row: Row[Any], states: tuple[str, ...], wish: str) -> None:
+    if row.state not in states:
+        raise Problem(
+            409,
+            "decision-state",
+            f"decision {row.id!r} is {row.state}; only {' or '.join(states)} ones can be {wish}",
+            state=row.state,
+        )
+
+
+def _refuse_observing(run: Row[Any]) -> None:
+    if run.mode == "observe":
+        raise Problem(
+            409,
+            "mode-conflict",
+            f"run {run.name!r} is only observed, its plan does not change; PATCH its mode to advise or enforce first",
+        )
+
+
+def pins_of(conn: Connection, run: str) -> dict[str, Any]:
+    """What people have fixed in a run."""
+    row = find_run(conn, run)
+    query = select(pins.c.body).where(pins.c.run_id == row.id).order_by(pins.c.layer, pins.c.target)
+    return {"items": [json.loads(body) for body in conn.execute(query).scalars()], "next_page_token": None}
+
+
+def put_pin(conn: Connection, run: str, pin: Mapping[str, Any], actor: str, now: float) -> Answer:
+    """Fix a layer: the policy leaves it alone, and an action given with the pin enters the plan.
+
+    Raises Problem 404 for an unknown layer, 409 for an action in a run that is only observed, 422.
+    """
+    row = find_run(conn, run)
+    layer, target = _pin_place(conn, row, pin)
+    action, value = pin.get("action"), pin.get("value")
+    if action is not None and action not in ACTIONS:
+        raise invalid(
+            f"action {action!r} is not one of {', '.join(ACTIONS)}", [("/action", "unknown action")]
+        )
+    events = _release(conn, row, layer, target, actor)
+    body = {"layer": layer, "target": target.to_wire(), "action": action, "value": value, "actor": actor}
+    decision_id = None
+    if action is not None:
+        _refuse_observing(row)
+        decided, more = _decide_by_hand(conn, find_run(conn, run), layer, target, body, now)
+        decision_id = decided["id"]
+        events += more
+    body["decision_id"] = decision_id
+    key = {"run_id": row.id, "layer": layer, "target": target.key}
+    conn.execute(pins.insert().values(**key, body=strict_dumps(body)))
+    return body, events
+
+
+def delete_pin(conn: Connection, run: str, pin: Mapping[str, Any], actor: str) -> list[Event]:
+    """Release a pin, and take its action out of the plan. Raises Problem 404."""
+    row = find_run(conn, run)
+    layer, target = _pin_place(conn, row, pin)
+    if not _pinned(conn, row, layer, target):
+        raise not_found("pin-not-found", f"run {run!r} has no pin on {layer!r} {target.key}")
+    return _release(conn, row, layer, target, actor)
+
+
+def _pin_place(conn: Connection, run: Row[Any], pin: Mapping[str, Any]) -> tuple[str, Target]:
+    layer = pin.get("layer")
+    if not isinstance(layer, str):
+        raise invalid("a pin names its layer", [("/layer", "required")])
+    try:
+        target = Target.from_wire(pin.get("target") or {"layer": True})
+    except (PlanError, TypeError) as error:
+        raise invalid(str(error), [("/target", str(error))]) from error
+    if layer not in slotlists.layers_of(slotlists.of_run(conn, run.id)):
+        raise not_found("layer-not-found", f"run {run.name!r} has no layer {layer!r}")
+    return layer, target
+
+
+def _where_pin(run: Row[Any], layer: str, target: Target) -> tuple[Any, ...]:
+    return (pins.c.run_id == run.id, pins.c.layer == layer, pins.c.target == target.key)
+
+
+def _pinned(conn: Connection, run: Row[Any], layer: str, target: Target) -> dict[str, Any] | None:
+    body = conn.execute(select(pins.c.body).where(*_where_pin(run, layer, target))).scalar_one_or_none()
+    return None if body is None else json.loads(body)
+
+
+def _release(conn: Connection, run: Row[Any], layer: str, target: Target, actor: str) -> list[Event]:
+    pinned = _pinned(conn, run, layer, target)
+    conn.execute(pins.delete().where(*_where_pin(run, layer, target)))
+    if pinned is None or pinned["decision_id"] is None:
+        return []
+    row, current = _find_decision(conn, pinned["decision_id"])
+    if row.state not in ("approved", "sent", "applied"):
+        return []
+    return _apply(conn, current, row, policy.revert, state="reverted", actor=actor)[1]
+
+
+def _decide_by_hand(
+    conn: Connection, run: Row[Any], layer: str, target: Target, body: Mapping[str, Any], now: float
+) -> Answer:
+    attempt, before = _memory(conn, run)
+    step = before.last_step or 0
+    decision = Decision(
+        id=f"{run.name}-{before.decisions_made + 1}",
+        run=run.name,
+        step=step,
+        layer=layer,
+        target=target,
+        action=body["action"],
+        value=body["value"],
+        rule="pin",
+        reason=f"{body['actor']} pinned it",
+        mode=run.mode,
+        state="approved",
+        actor=body["actor"],
+        not_before_step=step + 1,
+    )
+    after = policy.approve(replace(before, decisions_made=before.decisions_made + 1), decision, step)
+    save_state(conn, run, attempt.id, after, config_of(conn, run))
+    item = audit.record_decision(conn, run, decision, after.plan.version, now)
+    return item, [Event(run=run.name, kind="decision", data=item), *_plan_events(run, before, after)]
+
+
+def kill_switch(conn: Connection, run: str) -> list[Event]:
+    """Empty the plan, drop proposals and pins, and only observe from here on."""
+    row = find_run(conn, run)
+    attempt, before = _memory(conn, row)
+    after = policy.kill(before, before.last_step or 0)
+    save_state(conn, row, attempt.id, after, config_of(conn, row))
+    conn.execute(runs.update().where(runs.c.id == row.id).values(mode="observe"))
+    conn.execute(pins.delete().where(pins.c.run_id == row.id))
+    mine = decisions.c.run_id == row.id
+    in_force = decisions.c.state.in_(("approved", "sent", "applied"))
+    gone = [*_set_state(conn, "reverted", mine, in_force, decisions.c.id.in_(_entry_ids(before)))]
+    gone += _set_state(conn, "expired", mine, decisions.c.state == "proposed")
+    events = [Event(run=run, kind="decision", data=decision_item(found)) for found in gone]
+    state = Event(run=run, kind="state", data={"mode": "observe", "kill_switch": True})
+    return [*events, *_plan_events(row, before, after), state]
+
+
+def _entry_ids(state: PolicyState) -> list[str]:
+    return [entry.decision_id for entry in state.plan.entries]
+
+
+def _set_state(conn: Connection, state: str, *which: Any) -> list[Row[Any]]:
+    return list(
+        conn.execute(decisions.update().where(*which).values(state=state).returning(*decisions.c)).all()
+    )

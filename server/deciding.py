@@ -1,0 +1,169 @@
+"""Run the policy over arrived steps, in order, inside the ingest transaction."""
+
+import json
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from sqlalchemy import Connection, Row, func, select
+
+from fp8_safeguard.monitor.columns import merge_tables
+from fp8_safeguard.monitor.numbers import decode_number
+from fp8_safeguard.monitor.policy import PolicyConfig, PolicyState, StepObservation, decide
+from fp8_safeguard.monitor.wire import Sample
+from fp8_safeguard.server import audit, slotlists
+from fp8_safeguard.server.branch import visible_rows
+from fp8_safeguard.server.events import Event
+from fp8_safeguard.server.packing import Packed
+from fp8_safeguard.server.policystore import load_state, save_state
+from fp8_safeguard.server.tables import attempts, decisions, runs, samples
+
+NEWER_STEPS = 4
+"""A step that lacks a group is decided on once this many newer steps exist."""
+_REPLAYED_STEPS = 256
+_MOST_STEPS_AT_ONCE = 1024
+
+
+@dataclass
+class Raised:
+    """What one sample led to, for its reply and for the live stream."""
+
+    plan_version: int
+    plan: dict[str, Any] | None = None
+    decisions: list[dict[str, Any]] = field(default_factory=list)
+    alerts: list[dict[str, Any]] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+
+
+def after_sample(conn: Connection, run: Row[Any], attempt: Row[Any], sample: Sample, now: float) -> Raised:
+    """Note what the client applied, decide on every step that is ready, and make up the reply."""
+    raised = Raised(run.plan_version)
+    raised.events += audit.mark_applied(conn, run, sample)
+    if _is_newest(conn, run.id, attempt.id):
+        _decide_ready(conn, run, attempt, raised, now)
+    row = conn.execute(select(runs).where(runs.c.id == run.id)).one()
+    raised.plan_version = row.plan_version
+    if sample.plan_version < row.plan_version:
+        raised.plan = {"version": row.plan_version, "entries": json.loads(row.plan)}
+        raised.events += audit.mark_sent(conn, row)
+        raised.decisions = audit.refreshed(conn, raised.decisions)
+    return raised
+
+
+def _is_newest(conn: Connection, run_id: int, attempt_id: int) -> bool:
+    newest = conn.execute(select(func.max(attempts.c.id)).where(attempts.c.run_id == run_id)).scalar_one()
+    return bool(newest == attempt_id)
+
+
+def _decide_ready(conn: Connection, run: Row[Any], attempt: Row[Any], raised: Raised, now: float) -> None:
+    fresh = attempt.policy_state is None
+    state = first_state(conn, run, attempt) if fresh else load_state(run, attempt)
+    ready = _ready_steps(conn, attempt, state.last_step)
+    if not ready and not fresh:
+        return
+    config = config_of(conn, run)
+    begun = state
+    for step in ready:
+        before = state
+        state, made = decide(state, observation_of(conn, run, attempt.id, step), config)
+        raised.alerts += audit.record_alerts(conn, run, attempt.id, before, state, now)
+        raised.decisions += audit.record_decisions(conn, run, made, state.plan.version, now)
+        audit.expire_proposals(conn, before, state)
+    save_state(conn, run, attempt.id, state, config)
+    raised.events += _events(run, raised, begun, state)
+
+
+def _events(run: Row[Any], raised: Raised, before: PolicyState, after: PolicyState) -> list[Event]:
+    events = [Event(run=run.name, kind="decision", data=item) for item in raised.decisions]
+    events += [Event(run=run.name, kind="alert", data=item) for item in raised.alerts]
+    if after.plan.version != before.plan.version:
+        events.append(Event(run=run.name, kind="plan", data=after.plan.to_wire()))
+    if after.alerts.keys() != before.alerts.keys() or events:
+        severities = sorted({alert.severity for alert in after.alerts.values()})
+        state = {"last_step": after.last_step, "open_alerts": len(after.alerts), "severities": severities}
+        events.append(Event(run=run.name, kind="state", data=state))
+    return events
+
+
+def config_of(conn: Connection, run: Row[Any]) -> PolicyConfig:
+    """The policy's configuration for a run."""
+    return PolicyConfig(
+        run=run.name, preset=run.preset, mode=run.mode, pins=audit.pinned_layers(conn, run.id)
+    )
+
+
+def _ready_steps(conn: Connection, attempt: Row[Any], last: int | None) -> list[int]:
+    """Undecided steps, in order, up to the first that still waits for a group."""
+    groups = func.count(func.distinct(samples.c.group)).label("groups")
+    query = select(samples.c.step, groups).where(samples.c.attempt_id == attempt.id)
+    if last is not None:
+        query = query.where(samples.c.step > last)
+    arrived = conn.execute(
+        query.group_by(samples.c.step).order_by(samples.c.step).limit(_MOST_STEPS_AT_ONCE)
+    ).all()
+    ready = []
+    for place, row in enumerate(arrived):
+        newer = len(arrived) - 1 - place
+        if row.groups < attempt.groups and newer < NEWER_STEPS:
+            break
+        ready.append(row.step)
+    return ready
+
+
+def observation_of(conn: Connection, run: Row[Any], attempt_id: int, step: int) -> StepObservation:
+    """All groups' samples of one step, merged."""
+    query = select(samples).where(samples.c.attempt_id == attempt_id, samples.c.step == step)
+    rows = conn.execute(query.order_by(samples.c.group, samples.c.part)).all()
+    parts = []
+    values: dict[str, float] = {}
+    versions = []
+    for row in rows:
+        slots = slotlists.load(conn, row.slot_list_id)
+        if slots:
+            parts.append((slots, Packed([row.columns], [row.histograms], len(slots)).table()))
+        for name, value in json.loads(row.run_values).items():
+            number = decode_number(value)
+            if number is not None:
+                # The largest, and NaN before all: no group's trouble is hidden.
+                values[name] = float(np.maximum(values.get(name, number), number))
+        versions.append(json.loads(row.header)["plan_version"])
+    slots, table = merge_tables(parts)
+    held = slotlists.of_run(conn, run.id)
+    order = slotlists.index_of(held)
+    return StepObservation(
+        step=step,
+        slots=slots,
+        stats=table,
+        run=values,
+        plan_version=min(versions),
+        indices=tuple(order[slot.key] for slot in slots),
+    )
+
+
+def first_state(conn: Connection, run: Row[Any], attempt: Row[Any]) -> PolicyState:
+    """What an attempt's policy starts with: its parent's memory of the steps that both share, and the run's plan."""
+    parent = _parent(conn, attempt)
+    made = conn.execute(select(func.count()).where(decisions.c.run_id == run.id)).scalar_one()
+    if parent is None or parent.policy_state is None:
+        return replace(PolicyState(), plan=audit.plan_from(run), decisions_made=made)
+    if parent.last_decided_step is None or parent.last_decided_step <= attempt.from_step:
+        return load_state(run, parent)
+    return replace(_replayed(conn, run, attempt), plan=audit.plan_from(run), decisions_made=made)
+
+
+def _parent(conn: Connection, attempt: Row[Any]) -> Row[Any] | None:
+    query = select(attempts).where(
+        attempts.c.run_id == attempt.run_id, attempts.c.name == attempt.parent, attempts.c.id < attempt.id
+    )
+    return conn.execute(query).one_or_none()
+
+
+def _replayed(conn: Connection, run: Row[Any], attempt: Row[Any]) -> PolicyState:
+    """Memory rebuilt from the steps before a rewind: the parent's own has seen steps that did not happen."""
+    state = PolicyState()
+    config = replace(config_of(conn, run), mode="observe")
+    rows = visible_rows(conn, run.id, [samples.c.attempt_id], to_step=attempt.from_step)
+    owner = {row.step: row.attempt_id for row in rows}
+    for step in sorted(owner)[-_REPLAYED_STEPS:]:
+        state, _ = decide(state, observation_of(conn, run, owner[step], step), config)
+    return replace(state, proposals={}, changes={}, last_step=attempt.from_step)

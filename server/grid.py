@@ -1,0 +1,231 @@
+"""Statistics of a run as arrays: one merged TensorStats a (tensor, step)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from sqlalchemy import Connection, Row
+
+from fp8_safeguard.monitor.metrics import HISTOGRAM, HISTOGRAM_BINS, derive, metric_needs, undefined
+from fp8_safeguard.monitor.slots import Slot
+from fp8_safeguard.server import slotlists
+from fp8_safeguard.server.branch import visible_rows
+from fp8_safeguard.server.packing import Packed
+from fp8_safeguard.server.tables import samples
+
+# Legend: K tensors (layer, operand, layout, gemm), T steps, S slots of one list, B rows of one bundle.
+GRADIENT_DISTORTION = "gradient_distortion"
+COSINE_DISTORTION = "cosine_distortion"
+
+
+class Tensor(NamedTuple):
+    """What is measured, apart from which expert or group measured it."""
+
+    layer: str
+    operand: str | None
+    layout: str | None
+    gemm: str | None
+
+
+def tensor_of(slot: Slot) -> Tensor:
+    """The tensor that a slot is a part of."""
+    return Tensor(slot.layer, slot.operand, slot.layout, slot.gemm)
+
+
+def is_gradient(tensor: Tensor) -> bool:
+    """True for the slots that gradient_distortion is the worst of."""
+    return tensor.operand == "dy" or tensor.gemm in ("dgrad", "wgrad")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """Which slots a query is about; None does not restrict."""
+
+    layer: str | None = None
+    operand: str | None = None
+    layout: str | None = None
+    gemm: str | None = None
+    expert: int | None = None
+    variant: str | None = None
+    gradients: bool = False
+
+    def has(self, slot: Slot) -> bool:
+        """True where the slot belongs to the query; a what-if only where it is asked for by name."""
+        tensor = tensor_of(slot)
+        return (
+            self.layer in (None, slot.layer)
+            and self.operand in (None, slot.operand)
+            and self.layout in (None, slot.layout)
+            and self.gemm in (None, slot.gemm)
+            and self.expert in (None, slot.expert)
+            and slot.variant == self.variant
+            and (not self.gradients or is_gradient(tensor))
+        )
+
+
+@dataclass(frozen=True)
+class _Bundle:
+    """Rows of one group and one slot list, with the places of the selected slots."""
+
+    rows: list[Row[Any]]
+    steps_B: NDArray[np.intp]
+    slots: int
+    aggregate: tuple[NDArray[np.intp], NDArray[np.intp]]
+    experts: tuple[NDArray[np.intp], NDArray[np.intp]]
+
+    def packed(self) -> Packed:
+        return Packed([row.columns for row in self.rows], [row.histograms for row in self.rows], self.slots)
+
+
+class Grid:
+    """Merged columns of the selected tensors, computed when a metric asks for them.
+
+    Sums are taken over groups; within a group a layer's own aggregate counts, and the experts only without one
+    (the aggregate already holds them).
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], steps: NDArray[np.int64], bundles: list[_Bundle]) -> None:
+        self.tensors = tuple(tensors)
+        self.steps = steps
+        self._by_group: dict[str, list[tuple[_Bundle, Packed]]] = {}
+        for bundle in bundles:
+            self._by_group.setdefault(bundle.rows[0].group, []).append((bundle, bundle.packed()))
+        self._columns: dict[str, tuple[NDArray[np.float64], NDArray[np.bool_]]] = {}
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(K, T)."""
+        return len(self.tensors), len(self.steps)
+
+    def metric(self, name: str) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+        """[K, T] values, NaN where null, and a mask of the NaN that were measured.
+
+        Raises UnknownMetricError.
+        """
+        formula = COSINE_DISTORTION if name == GRADIENT_DISTORTION else name
+        needed = {column: self._column(column) for column in metric_needs(formula)}
+        columns = {column: values for column, (values, _) in needed.items()}
+        nulls = {column: null for column, (_, null) in needed.items()}
+        if not self.tensors or not len(self.steps):
+            return np.zeros(self.shape), np.zeros(self.shape, dtype=np.bool_)
+        values = derive(formula, columns)
+        measured = np.isnan(values) & ~undefined(formula, columns, nulls)
+        return values.reshape(self.shape), measured.reshape(self.shape)
+
+    def nonfinite(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """[K, T] counts of NaN and of infinite elements."""
+        nan, inf = (
+            np.nan_to_num(self._column(name)[0]).reshape(self.shape).astype(np.int64)
+            for name in ("nan", "inf")
+        )
+        return nan, inf
+
+    def _column(self, name: str) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+        """[K*T] merged values (histogram [K*T, bins]) and where they are null."""
+        if name not in self._columns:
+            self._columns[name] = self._merge(name)
+        return self._columns[name]
+
+    def _merge(self, name: str) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+        shape = (*self.shape, HISTOGRAM_BINS) if name == HISTOGRAM else self.shape
+        total = np.zeros(shape)
+        present = np.zeros(self.shape, dtype=np.bool_)
+        for bundles in self._by_group.values():
+            values, known = self._merge_group(name, bundles, shape)
+            total = np.maximum(total, values) if name == "amax" else total + values
+            present |= known
+        total[~present] = np.nan
+        return total.reshape(-1, *shape[2:]), ~present.reshape(-1)
+
+    def _merge_group(
+        self, name: str, bundles: list[tuple[_Bundle, Packed]], shape: tuple[int, ...]
+    ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+        sums = {kind: (np.zeros(shape), np.zeros(self.shape, dtype=np.bool_)) for kind in ("own", "experts")}
+        for bundle, packed in bundles:
+            values_BS = packed.histogram() if name == HISTOGRAM else packed.column(name)
+            null_BS = packed.null(name)
+            for kind, places in (("own", bundle.aggregate), ("experts", bundle.experts)):
+                _add(name, sums[kind], values_BS, null_BS, bundle.steps_B, places)
+        (own, own_known), (experts, experts_known) = sums["own"], sums["experts"]
+        chosen = own_known.reshape(own_known.shape + (1,) * (len(shape) - 2))
+        return np.where(chosen, own, experts), own_known | experts_known
+
+
+def _add(
+    name: str,
+    target: tuple[NDArray[np.float64], NDArray[np.bool_]],
+    values_BS: NDArray[Any],
+    null_BS: NDArray[np.bool_],
+    steps_B: NDArray[np.intp],
+    places: tuple[NDArray[np.intp], NDArray[np.intp]],
+) -> None:
+    """Merge the slots at `places` = (slots, tensors) into `target` = (values, known)."""
+    slots, tensors = places
+    if not len(slots):
+        return
+    total, known = target
+    where = (tensors[:, None], steps_B[None, :])
+    merge = np.maximum if name == "amax" else np.add
+    values = np.swapaxes(values_BS[:, slots], 0, 1).astype(np.float64)
+    if len(np.unique(tensors)) == len(tensors):
+        total[where] = merge(total[where], values)
+        known[where] |= ~null_BS[:, slots].T
+    else:
+        # Several experts of one tensor: `at` counts each of them, plain indexing only the last.
+        merge.at(total, where, values)
+        np.logical_or.at(known, where, ~null_BS[:, slots].T)
+
+
+def load_grid(
+    conn: Connection,
+    run_id: int,
+    selection: Selection,
+    *,
+    from_step: int | None = None,
+    to_step: int | None = None,
+) -> Grid:
+    """Read the selected slots of the live branch between two steps (inclusive).
+
+    Tensors come in slot order; steps are all sampled ones of the range, ascending.
+    """
+    lists = slotlists.of_run(conn, run_id)
+    tensors = dict.fromkeys(tensor_of(slot) for slot in slotlists.in_order(lists) if selection.has(slot))
+    wanted = [samples.c.slot_list_id, samples.c.columns, samples.c.histograms]
+    rows = visible_rows(conn, run_id, wanted, from_step=from_step, to_step=to_step)
+    steps = np.array(sorted({row.step for row in rows}), dtype=np.int64)
+    number = {tensor: place for place, tensor in enumerate(tensors)}
+    return Grid(list(tensors), steps, _bundles(rows, steps, lists, number, selection))
+
+
+def _bundles(
+    rows: list[Row[Any]],
+    steps: NDArray[np.int64],
+    lists: dict[int, slotlists.SlotList],
+    number: dict[Tensor, int],
+    selection: Selection,
+) -> list[_Bundle]:
+    together: dict[tuple[str, int], list[Row[Any]]] = {}
+    for row in rows:
+        together.setdefault((row.group, row.slot_list_id), []).append(row)
+    bundles = []
+    for (_, list_id), members in together.items():
+        slots = lists[list_id].slots
+        chosen = [(place, slot) for place, slot in enumerate(slots) if selection.has(slot)]
+        if not chosen:
+            continue
+        places = [
+            _pairs(
+                [(place, number[tensor_of(slot)]) for place, slot in chosen if (slot.expert is None) is own]
+            )
+            for own in (True, False)
+        ]
+        at = np.searchsorted(steps, np.array([row.step for row in members], dtype=np.int64))
+        bundles.append(_Bundle(members, at, len(slots), places[0], places[1]))
+    return bundles
+
+
+def _pairs(pairs: list[tuple[int, int]]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    table = np.array(pairs, dtype=np.intp).reshape(-1, 2)
+    return table[:, 0], table[:, 1]

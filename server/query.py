@@ -1,0 +1,21 @@
+"""Every read of the service: functions of a connection that give the contract's documents."""
+
+from fp8_safeguard.server.auditview import alerts, decisions, plan
+from fp8_safeguard.server.compare import compare
+from fp8_safeguard.server.heatmap import heatmap
+from fp8_safeguard.server.layerview import layers
+from fp8_safeguard.server.runview import attempts_of, list_runs, run_detail
+from fp8_safeguard.server.series import series
+
+__all__ = [
+    "alerts",
+    "attempts_of",
+    "compare",
+    "decisions",
+    "heatmap",
+    "layers",
+    "list_runs",
+    "plan",
+    "run_detail",
+    "series",
+]

@@ -1,0 +1,1 @@
+"""HTTP routes: they parse a request, call one service, and answer."""

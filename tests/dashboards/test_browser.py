@@ -1,0 +1,228 @@
+"""The run page in a real browser: values, decisions, live updates, keyboard, themes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.browser
+
+LAYERS = [f"blocks.{block}.{part}" for block in range(4) for part in ("attn.qkv", "attn.out", "mlp.down")]
+FAULT_STEP = 20
+DRAWN = "() => document.querySelectorAll('#stack .js-plotly-plot').length === 3"
+HEATMAP = "document.getElementById('heatmap')"
+COLUMNS = f"{HEATMAP}.data[0].x.length"
+
+
+def wait(page: Any, condition: str, timeout: float = 10_000) -> None:
+    """Wait for a JavaScript expression; as a function, since the page's policy forbids evaluating text."""
+    page.wait_for_function(f"() => {condition}", timeout=timeout)
+
+
+def growing(step: int) -> dict[str, float]:
+    """A fault in the last three layers that grows from FAULT_STEP on."""
+    if step < FAULT_STEP:
+        return {}
+    return {layer: min(0.5, 5e-4 * 1.3 ** (step - FAULT_STEP)) for layer in LAYERS[-3:]}
+
+
+@pytest.fixture(scope="module")
+def faulty(server_url: str, make_trainer: Callable[..., Any]) -> Any:
+    """A run of 40 steps with a fault that the policy answers."""
+    reporter = make_trainer(server_url, "faulty", LAYERS)
+    for step in range(40):
+        reporter.post(step, distortion=growing(step))
+    return reporter
+
+
+def open_run(page: Any, url: str, run: str, query: str = "") -> None:
+    page.goto(f"{url}/runs/{run}{query}")
+    page.wait_for_function(DRAWN)
+
+
+def hover_cell(page: Any, row: int, column: int) -> str:
+    """Point at a cell of the heatmap and read its hover label."""
+    x, y = page.evaluate(
+        """([row, column]) => {
+            const plot = document.getElementById("heatmap");
+            const box = plot.getBoundingClientRect();
+            const { l, r, t, b } = plot.layout.margin;
+            const [from, to] = plot.layout.xaxis.range;
+            const rows = plot.data[0].y.length;
+            const step = plot.data[0].x[column];
+            return [
+                box.left + l + ((step - from) / (to - from)) * (box.width - l - r),
+                box.top + t + ((row + 0.5) / rows) * (box.height - t - b),
+            ];
+        }""",
+        [row, column],
+    )
+    page.mouse.move(x - 1, y)
+    page.mouse.move(x, y)
+    page.wait_for_selector("#heatmap .hoverlayer .hovertext")
+    text: str = page.locator("#heatmap .hoverlayer .hovertext").first.text_content()
+    return text
+
+
+def drag(page: Any, start: float, end: float) -> None:
+    """Brush the heatmap from one share of its width to another."""
+    left, top, width = page.evaluate(
+        f"(() => {{ const box = {HEATMAP}.getBoundingClientRect(); const {{ l, r }} = {HEATMAP}.layout.margin;"
+        " return [box.left + l, box.top + 60, box.width - l - r]; })()"
+    )
+    page.mouse.move(left + start * width, top)
+    page.mouse.down()
+    page.mouse.move(left + end * width, top + 2, steps=5)
+    page.mouse.up()
+
+
+def test_a_chosen_cell_equals_the_api_s_value(page: Any, server_url: str, faulty: Any) -> None:
+    open_run(page, server_url, "faulty")
+    api = faulty.get("/heatmap", metric="gradient_distortion")
+    shown = page.evaluate(f"{HEATMAP}.data[0].customdata")
+    assert shown == api["values"]
+    row, column = api["layers"].index(LAYERS[-1]), api["steps"].index(35)
+    text = hover_cell(page, row, column)
+    assert LAYERS[-1] in text
+    assert "step 35" in text
+    assert f"{api['values'][row][column]:.4g}" in text
+
+
+def test_the_fault_is_plain_at_first_sight(page: Any, server_url: str, faulty: Any) -> None:
+    open_run(page, server_url, "faulty")
+    z, low, high = page.evaluate(f"[{HEATMAP}.data[0].z, {HEATMAP}.data[0].zmin, {HEATMAP}.data[0].zmax]")
+    place = [(row[39] - low) / (high - low) for row in z]
+    assert max(place[:-3]) < 0.25
+    assert min(place[-3:]) > 0.5
+
+
+def test_decision_markers_stand_at_their_steps_in_line_with_the_heatmap(
+    page: Any, server_url: str, faulty: Any
+) -> None:
+    open_run(page, server_url, "faulty")
+    steps = sorted(
+        item["step"] for item in faulty.get("/decisions")["items"] if item["action"] == "bf16_fallback"
+    )
+    lane = "document.getElementById('timeline').data.find((trace) => trace.name === 'BF16 fallback')"
+    assert sorted(page.evaluate(f"{lane}.x")) == steps
+    ranges = page.evaluate(
+        "['loss', 'heatmap', 'timeline'].map((id) => document.getElementById(id).layout.xaxis.range)"
+    )
+    margins = page.evaluate(
+        "['loss', 'heatmap', 'timeline'].map((id) => [document.getElementById(id).layout.margin, "
+        "document.getElementById(id).getBoundingClientRect()].map(({l, r, left, right}) => [l ?? left, r ?? right]))"
+    )
+    assert ranges[0] == ranges[1] == ranges[2]
+    assert margins[0] == margins[1] == margins[2]
+
+
+def test_b86_live_update_without_reload_keeps_the_zoom(
+    page: Any, server_url: str, make_trainer: Callable[..., Any]
+) -> None:
+    reporter = make_trainer(server_url, "live", LAYERS)
+    for step in range(10):
+        reporter.post(step)
+    open_run(page, server_url, "live")
+    page.wait_for_selector("#live[data-live=live]")
+    page.evaluate("window.notReloaded = true")
+    assert page.evaluate(COLUMNS) == 10
+    reporter.post(10)
+    reporter.post(11)
+    wait(page, f"{COLUMNS} === 12", timeout=4000)
+    wait(page, "document.querySelector('[data-stat=step]').textContent === '11'")
+    drag(page, 0.25, 0.5)
+    wait(page, "document.getElementById('timeline').layout.xaxis.range[1] < 8")
+    zoomed, revision = page.evaluate(f"[{HEATMAP}.layout.xaxis.range, {HEATMAP}.layout.datarevision]")
+    assert zoomed == pytest.approx([2.5, 5.5], abs=0.2)
+    reporter.post(12)
+    wait(page, "document.querySelector('[data-stat=step]').textContent === '12'")
+    wait(page, f"{HEATMAP}.layout.datarevision > {revision}")
+    for chart in ("loss", "heatmap", "timeline"):
+        assert page.evaluate(f"document.getElementById('{chart}').layout.xaxis.range") == zoomed
+    page.locator("#reset").click()
+    wait(page, f"{COLUMNS} === 13 && {HEATMAP}.layout.xaxis.range[1] === 12.5")
+    assert page.evaluate("window.notReloaded")
+
+
+def test_b87_fewer_rows_while_hovering_throws_nothing(page: Any, server_url: str, faulty: Any) -> None:
+    open_run(page, server_url, "faulty")
+    hover_cell(page, len(LAYERS) - 1, 35)
+    page.locator("#filter").fill("blocks.0.attn")
+    wait(page, f"{HEATMAP}.data[0].y.length === 2")
+    hover_cell(page, 1, 35)
+    assert page.evaluate(f"{HEATMAP}.data[0].y") == ["blocks.0.attn.qkv", "blocks.0.attn.out"]
+
+
+def test_slash_focuses_the_filter_and_escape_clears_it(page: Any, server_url: str, faulty: Any) -> None:
+    open_run(page, server_url, "faulty")
+    page.keyboard.press("/")
+    page.keyboard.type("nothing like it")
+    wait(page, "document.getElementById('worst').textContent.includes('No layer')")
+    assert "q=nothing" in page.url
+    page.keyboard.press("Escape")
+    wait(page, f"{HEATMAP}.data[0].y.length === {len(LAYERS)}")
+    assert "q=" not in page.url
+
+
+def test_an_alert_opens_the_chart_before_its_first_bad_step(page: Any, server_url: str, faulty: Any) -> None:
+    open_run(page, server_url, "faulty")
+    page.locator("#alerts a").first.click()
+    wait(page, f"{HEATMAP}.data[0].name === 'GEMM error'")
+    assert "metric=relative_error" in page.url
+    page.reload()
+    page.wait_for_function(DRAWN)
+    assert page.evaluate(f"{HEATMAP}.data[0].name") == "GEMM error"
+
+
+def test_the_theme_follows_the_system_and_the_toggle(page: Any, server_url: str, faulty: Any) -> None:
+    open_run(page, server_url, "faulty")
+    dark = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    page.locator("#theme").click()
+    wait(page, f"{HEATMAP}.data[0].colorscale[0][1] === '#edf2f8'")
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") != dark
+    page.reload()
+    assert page.evaluate("document.documentElement.dataset.theme") == "light"
+
+
+def test_everything_essential_fits_the_screen(page: Any, server_url: str, faulty: Any) -> None:
+    open_run(page, server_url, "faulty")
+    assert page.evaluate("document.documentElement.scrollHeight <= innerHeight")
+    for part in ("#status", "#heatmap", "#timeline", "#loss", "#alerts", "#worst"):
+        box = page.locator(part).bounding_box()
+        assert box["width"] > 200
+        assert box["y"] < 900
+
+
+def test_pause_holds_the_page_still(page: Any, server_url: str, make_trainer: Callable[..., Any]) -> None:
+    reporter = make_trainer(server_url, "paused", LAYERS)
+    reporter.post(0)
+    open_run(page, server_url, "paused")
+    page.wait_for_selector("#live[data-live=live]")
+    page.locator("#pause").click()
+    reporter.post(1)
+    page.wait_for_timeout(1500)
+    assert page.evaluate(COLUMNS) == 1
+    page.locator("#pause").click()
+    wait(page, f"{COLUMNS} === 2")
+
+
+def test_strange_layer_names_are_text_everywhere(
+    page: Any, server_url: str, make_trainer: Callable[..., Any]
+) -> None:
+    name = "<img src=x onerror=alert(1)>"
+    make_trainer(server_url, "odd", [name, "a/b#c?d"]).post(0)
+    open_run(page, server_url, "odd")
+    assert name in hover_cell(page, 0, 0)
+    assert page.locator("#worst img").count() == 0
+    page.locator(f"#worst button[data-layer='{name}']").click()
+    wait(page, f"{HEATMAP}.data[0].y.length === 1")
+
+
+def test_an_empty_list_of_runs_fills_by_itself(
+    page: Any, empty_server_url: str, make_trainer: Callable[..., Any]
+) -> None:
+    page.goto(empty_server_url)
+    assert "No runs yet" in page.locator("#runs").text_content()
+    make_trainer(empty_server_url, "fresh", LAYERS).post(0)
+    page.wait_for_selector("a.run-link", timeout=8000)
+    assert page.locator("a.run-link").get_attribute("href") == "/runs/fresh"

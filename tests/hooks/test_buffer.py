@@ -1,0 +1,70 @@
+"""Frames add up, and the ring never hands out one that is still being copied."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from fp8_safeguard.hooks.buffer import Frame, Ring
+from fp8_safeguard.monitor.stats import COLUMNS, VECTOR_LENGTH, TensorStats
+
+CPU = torch.device("cpu")
+AMAX = COLUMNS.index("amax")
+
+
+def vectors(rows: int, base: float) -> torch.Tensor:
+    return torch.full((rows, VECTOR_LENGTH), base, dtype=torch.float64)
+
+
+def test_parts_merge_as_the_definition_says() -> None:
+    frame = Frame(5, CPU)
+    parts = [vectors(2, 3.0), vectors(2, 1.0), vectors(2, 7.0)]
+    for part in parts:
+        frame.add(1, part)
+    wanted = TensorStats.merge(TensorStats.from_vector(part[0].numpy()) for part in parts).to_vector()
+    values = frame.snapshot().numpy()
+    assert (values[1] == wanted).all()
+    assert (values[2] == wanted).all()
+    assert frame.filled == {1}
+    assert (values[[0, 3, 4]] == 0).all()
+
+
+def test_a_nan_amax_is_not_lost() -> None:
+    for order in ((math.nan, 1.0), (1.0, math.nan)):
+        frame = Frame(1, CPU)
+        for amax in order:
+            part = vectors(1, 1.0)
+            part[0, AMAX] = amax
+            frame.add(0, part)
+        assert math.isnan(frame.snapshot().numpy()[0, AMAX])
+
+
+def test_a_frame_that_is_taken_again_starts_empty_and_a_snapshot_keeps_its_values() -> None:
+    ring = Ring(1, CPU, size=1)
+    first = ring.acquire()
+    assert first is not None
+    first.add(0, vectors(1, 2.0))
+    snapshot = first.snapshot()
+    second = ring.acquire()
+    assert second is first
+    assert second.filled == set()
+    second.add(0, vectors(1, 5.0))
+    assert (snapshot.numpy() == 2.0).all()
+    assert (second.snapshot().numpy() == 5.0).all()
+
+
+def test_frames_under_way_are_passed_over_and_with_all_of_them_there_is_none() -> None:
+    class Copy:
+        done = False
+
+        def query(self) -> bool:
+            return self.done
+
+    ring = Ring(1, CPU, size=2)
+    copies = [Copy(), Copy()]
+    for frame, copy in zip(ring._frames, copies, strict=True):
+        frame._in_flight = copy
+    assert ring.acquire() is None
+    copies[1].done = True
+    assert ring.acquire() is ring._frames[1]

@@ -1,0 +1,463 @@
+"""What is measured is what the definition says, and training is not changed by it."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import math
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fp8_safeguard.hooks import Guard
+from fp8_safeguard.kernels import Fp8GroupedLinear, Fp8Linear, LinearPrecision, OperandFormat
+from fp8_safeguard.monitor.stats import TensorStats, compare, measure
+
+Watch = Callable[..., Guard]
+Read = Callable[[Guard], Any]
+Train = Callable[..., list[torch.Tensor]]
+
+# float64 sums of the same numbers in another order.
+SUM_TOLERANCE = 1e-10
+# A GEMM recomputed in float32 against one in float64, as a fraction of its result.
+GEMM_TOLERANCE = 1e-5
+ALL_PARTS = {"x row", "x col", "w tile", "dy row", "dy col", "fprop", "dgrad", "wgrad"}
+
+
+def assert_same(actual: TensorStats, wanted: TensorStats, tolerance: float = SUM_TOLERANCE) -> None:
+    assert actual.nulls == wanted.nulls
+    np.testing.assert_allclose(actual.to_vector(), wanted.to_vector(), rtol=tolerance, atol=0)
+
+
+def array(x: torch.Tensor) -> np.ndarray:
+    x = x.detach()
+    return x.view(torch.uint16).numpy().view(ml_dtypes.bfloat16) if x.dtype == torch.bfloat16 else x.numpy()
+
+
+def wide(*shape: int, seed: int) -> torch.Tensor:
+    """Values over many decades, some zero: every statistic has something to count."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(*shape, generator=generator) * torch.exp(6 * torch.randn(*shape, generator=generator))
+    return torch.where(torch.rand(*shape, generator=generator) < 0.1, 0.0, x)
+
+
+class TestOperands:
+    @pytest.mark.parametrize("shape", [(5, 200), (3, 70, 200), (1, 1, 200)])
+    @pytest.mark.parametrize("bias", [False, True])
+    def test_a_plain_linear_reports_each_operand_as_the_definition_measures_it(
+        self, watch: Watch, read: Read, shape: tuple[int, ...], bias: bool
+    ) -> None:
+        model = nn.Linear(200, 130, bias=bias)
+        guard = watch(model)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        x, dy = wide(*shape, seed=1).requires_grad_(), wide(*shape[:-1], 130, seed=2)
+        w = model.weight.detach().clone()
+        model(x).backward(dy)
+        optimizer.step()
+        got = read(guard)
+        assert {slot.layer for slot in got.sample.slots} == {""}
+        x_TK, dy_TN = array(x).reshape(-1, 200), array(dy).reshape(-1, 130)
+        for operand, value, layouts in (
+            ("x", x_TK, "row col"),
+            ("dy", dy_TN, "row col"),
+            ("w", array(w), "tile"),
+        ):
+            for layout in layouts.split():
+                assert_same(got[f" {operand} {layout}"], measure(value, layout=layout))
+
+    def test_our_layer_reports_with_the_formats_that_it_is_configured_with(
+        self, watch: Watch, read: Read
+    ) -> None:
+        precision = LinearPrecision(
+            x=OperandFormat(scale="pow2"), w=OperandFormat(multiplier=0.5), dy=OperandFormat(fmt="e5m2")
+        )
+        model = Fp8Linear(200, 130, precision=precision)
+        guard = watch(model)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        x, dy = wide(9, 200, seed=1).requires_grad_(), wide(9, 130, seed=2)
+        w = model.weight.detach().clone()
+        model(x).backward(dy)
+        optimizer.step()
+        got = read(guard)
+        for layout in ("row", "col"):
+            assert_same(got[f" x {layout}"], measure(array(x), layout=layout, scale="pow2"))
+            assert_same(got[f" dy {layout}"], measure(array(dy), layout=layout, fmt="e5m2"))
+        assert_same(got[" w tile"], measure(array(w), layout="tile", multiplier=0.5))
+        fmts = {slot.label.strip(): slot.fmt for slot in got.sample.slots}
+        assert fmts["dy row"] == fmts["dgrad"] == fmts["wgrad"] == "e5m2"
+        assert fmts["x row"] is None
+        assert fmts["fprop"] is None
+
+    def test_bfloat16_and_kwargs_and_conv1d(self, watch: Watch, read: Read) -> None:
+        class Conv1D(nn.Module):
+            """As Hugging Face has it for GPT-2: weight [in, out]."""
+
+            def __init__(self, nf: int, nx: int) -> None:
+                super().__init__()
+                self.nf = nf
+                self.weight = nn.Parameter(torch.randn(nx, nf) * 0.02)
+                self.bias = nn.Parameter(torch.ones(nf))
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                out = torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight)
+                return out.view(*x.shape[:-1], self.nf)
+
+        model = nn.ModuleDict({"conv": Conv1D(130, 200), "linear": nn.Linear(130, 64)}).bfloat16()
+        guard = watch(model, recompute=2)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        x = wide(2, 7, 200, seed=1).bfloat16().requires_grad_()
+        w = model["conv"].weight.detach().clone()
+        model["linear"](input=model["conv"](x=x).relu_()).sum().backward()
+        optimizer.step()
+        got = read(guard)
+        assert got.parts("conv") == got.parts("linear") == ALL_PARTS
+        assert_same(got["conv x col"], measure(array(x).reshape(-1, 200), layout="col"))
+        assert_same(got["conv w tile"], measure(array(w).T, layout="tile"))
+        status = {row["name"]: row["status"] for row in guard.coverage()}
+        assert status == {"conv": "adapted", "linear": "observed"}
+
+    def test_micro_batches_and_shared_modules_add_up_and_the_weight_counts_once(
+        self, watch: Watch, read: Read
+    ) -> None:
+        model = nn.Linear(200, 200)
+        guard = watch(model)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        w = model.weight.detach().clone()
+        inputs = []
+        model.register_forward_hook(lambda module, args, out: inputs.append(args[0].detach().clone()))
+        for seed in (1, 2, 3):
+            model(model(wide(6, 200, seed=seed))).sum().backward()
+        optimizer.step()
+        got = read(guard)
+        assert len(inputs) == 6
+        for layout in ("row", "col"):
+            assert_same(
+                got[f" x {layout}"], TensorStats.merge(measure(array(x), layout=layout) for x in inputs)
+            )
+        assert_same(got[" w tile"], measure(array(w), layout="tile"))
+        assert got[" dy row"].count == 6 * 6 * 200
+
+    def test_experts_travel_as_their_sum_and_the_worst_one(self, watch: Watch, read: Read) -> None:
+        model = Fp8GroupedLinear(3, 200, 130)
+        guard = watch(model)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        x = torch.randn(70, 200, generator=torch.Generator().manual_seed(1))
+        x[50:] = wide(20, 200, seed=2)
+        model(x, torch.tensor([0, 50, 50, 70], dtype=torch.int32)).sum().backward()
+        optimizer.step()
+        got = read(guard)
+        parts = [measure(array(x[a:b]), layout="col") for a, b in ((0, 50), (50, 50), (50, 70))]
+        assert_same(got[" x col"], TensorStats.merge(parts))
+        assert_same(got[" x col, expert 2"], parts[2])
+        assert got[" x row, expert 2"].underflow == got[" x row"].underflow > 0
+
+    def test_b03_in_place_activation_does_not_disturb_and_is_not_seen(self, watch: Watch, read: Read) -> None:
+        linear = nn.Linear(2, 2, bias=False)
+        with torch.no_grad():
+            linear.weight.copy_(-torch.eye(2))
+        plain = nn.Sequential(copy.deepcopy(linear), nn.ReLU(inplace=True))
+        model = nn.Sequential(linear, nn.ReLU(inplace=True))
+        guard = watch(model)
+        optimizer = torch.optim.SGD(model.parameters(), 0.0)
+        for net in (plain, model):
+            net(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        assert torch.equal(plain[0].weight.grad, model[0].weight.grad)
+        # The output is -1 before the ReLU and 0 after it; the recomputed fprop looked at the real one, in time.
+        got = read(guard)["0 fprop"]
+        assert (got.amax, got.sum_sq, got.sum_sq_err) == (1.0, 2.0, 0.0)
+
+    @pytest.mark.parametrize("change", ["relu", "multiply", "slice"])
+    def test_b03_dy_is_seen_though_the_output_is_a_view_that_changes_in_place(
+        self, watch: Watch, read: Read, change: Any
+    ) -> None:
+        """F.linear returns a view for three dimensions with a bias; its place in the graph moves."""
+        model = nn.Linear(8, 8)
+        guard = watch(model)
+        optimizer = torch.optim.SGD(model.parameters(), 0.0)
+        x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(1))
+        weight = torch.arange(48.0).reshape(2, 3, 8)
+        y = model(x)
+        factor = torch.ones(8)
+        if change == "relu":
+            factor = (y.detach() > 0).float()
+            torch.relu_(y)
+        elif change == "multiply":
+            factor = torch.full((8,), 2.0)
+            y.mul_(2)
+        else:
+            factor[:3] = 5.0
+            y[..., :3].mul_(5)
+        (y * weight).sum().backward()
+        optimizer.step()
+        dy = (weight * factor).reshape(6, 8)
+        assert_same(read(guard)[" dy row"], measure(array(dy), layout="row"))
+
+    def test_b09_frozen_weights_are_observed_and_have_no_gradient_record(
+        self, watch: Watch, read: Read
+    ) -> None:
+        class LoRA(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.base = nn.Linear(4, 4)
+                self.base.requires_grad_(False)
+                self.a, self.b = nn.Linear(4, 2, bias=False), nn.Linear(2, 4, bias=False)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return self.base(x) + self.b(self.a(x))
+
+        model = LoRA()
+        guard = watch(model, recompute=3)
+        optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), 0.1)
+        model(torch.randn(3, 4)).sum().backward()
+        optimizer.step()
+        got = read(guard)
+        assert got.parts("base") == {"x row", "w tile", "fprop"}
+        assert got.parts("a") == {"x row", "x col", "w tile", "dy row", "dy col", "fprop", "wgrad"}
+        assert got.parts("b") == ALL_PARTS
+
+    @pytest.mark.parametrize("kind", [nn.Linear, Fp8Linear])
+    def test_b19_first_layer_with_a_plain_batch_has_dy_and_no_dgrad(
+        self, watch: Watch, read: Read, kind: Any
+    ) -> None:
+        model = kind(4, 4)
+        guard = watch(model)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        model(torch.randn(3, 4)).sum().backward()
+        optimizer.step()
+        assert read(guard).parts("") == ALL_PARTS - {"dgrad"}
+
+    def test_nothing_is_measured_without_gradients_or_while_paused(
+        self, watch: Watch, read: Read, train: Train
+    ) -> None:
+        model = nn.Linear(8, 8)
+        guard = watch(model)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with torch.no_grad():
+            model(torch.randn(100, 8))
+        with torch.inference_mode():
+            model(torch.randn(100, 8))
+        with guard.paused():
+            model(torch.randn(100, 8)).sum().backward()
+        train(model, optimizer)
+        assert read(guard)[" x row"].count == read(guard)[" dy row"].count == 4 * 8
+
+    def test_nan_and_inf_are_counted_and_a_later_micro_batch_does_not_hide_them(
+        self, watch: Watch, read: Read
+    ) -> None:
+        model = nn.Linear(8, 8)
+        guard = watch(model)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        bad = torch.ones(2, 8)
+        bad[0, 0], bad[1, 3] = math.nan, math.inf
+        for x in (bad, torch.ones(2, 8)):
+            model(x).sum().backward()
+        optimizer.step()
+        got = read(guard)
+        assert (got[" x row"].nan, got[" x row"].inf) == (1, 1)
+        assert got[" fprop"].metric("nonfinite_count") == 16
+
+
+class TestGemms:
+    def test_plain_layer_compares_its_real_output_and_says_emulated_for_its_gradients(
+        self, watch: Watch, read: Read
+    ) -> None:
+        model = nn.Linear(200, 40)
+        guard = watch(model)
+        optimizer = torch.optim.SGD(model.parameters(), 0.0)
+        x = torch.randn(50, 200, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        dy = torch.randn(50, 40, generator=torch.Generator().manual_seed(2))
+        w = model.weight.detach().double()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = model(x)
+        y.backward(dy.bfloat16())
+        optimizer.step()
+        got = read(guard)
+        exact = x.detach().double() @ w.T + model.bias.detach().double()
+        assert_same(got[" fprop"], compare(exact.numpy(), y.detach().double().numpy()), 1e-3)
+        assert {s.label.strip() for s in got.sample.slots if s.emulated} == {"dgrad", "wgrad"}
+
+    def test_emulated_gradient_gemms_are_those_of_the_dequantised_operands(
+        self, watch: Watch, read: Read
+    ) -> None:
+        model = nn.Linear(200, 40, bias=False)
+        guard = watch(model)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        x = torch.randn(50, 200, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        dy = torch.randn(50, 40, generator=torch.Generator().manual_seed(2))
+        w = model.weight.detach().clone()
+        model(x).backward(dy)
+        optimizer.step()
+        got = read(guard)
+        dyq, wq = dequantised(dy, (1, 128)), dequantised(w, (128, 128))
+        wanted = compare(array(dy.double() @ w.double()), dyq @ wq)
+        assert_same(got[" dgrad"], wanted, GEMM_TOLERANCE)
+        exact = array(dy.double().T @ x.detach().double())
+        wanted = compare(exact, dequantised(dy, (128, 1)).T @ dequantised(x, (128, 1)))
+        assert_same(got[" wgrad"], wanted, GEMM_TOLERANCE)
+
+    @pytest.mark.parametrize("precision", ["fp8", "bf16"])
+    def test_our_layer_compares_its_real_results(self, watch: Watch, read: Read, precision: str) -> None:
+        model = Fp8Linear(
+            200, 40, precision=LinearPrecision(fprop=precision, dgrad=precision, wgrad=precision)
+        )
+        guard = watch(model)
+        optimizer = torch.optim.SGD(model.parameters(), 0.0)
+        x = torch.randn(50, 200, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        dy = torch.randn(50, 40, generator=torch.Generator().manual_seed(2))
+        y = model(x)
+        y.backward(dy)
+        optimizer.step()
+        got = read(guard)
+        w, x64, dy64 = model.weight.detach().double(), x.detach().double(), dy.double()
+        pairs = {
+            "fprop": (x64 @ w.T, y),
+            "dgrad": (dy64 @ w, x.grad),
+            "wgrad": (dy64.T @ x64, model.weight.grad),
+        }
+        for gemm, (exact, real) in pairs.items():
+            wanted = compare(array(exact), array(real))
+            assert_same(got[f" {gemm}"], wanted, GEMM_TOLERANCE if precision == "fp8" else 1e-3)
+            low, high = (0.015, 0.05) if precision == "fp8" else (1e-4, 0.005)
+            assert low < got[f" {gemm}"].relative_error < high
+
+    def test_grouped_layer_compares_each_expert_with_its_own_weight(self, watch: Watch, read: Read) -> None:
+        model = Fp8GroupedLinear(3, 64, 40)
+        guard = watch(model)
+        optimizer = torch.optim.SGD(model.parameters(), 0.0)
+        bounds = [0, 30, 30, 50]
+        x = torch.randn(50, 64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        dy = torch.randn(50, 40, generator=torch.Generator().manual_seed(2))
+        y = model(x, torch.tensor(bounds, dtype=torch.int32))
+        y.backward(dy)
+        optimizer.step()
+        got = read(guard)
+        spans = [slice(0, 30), slice(30, 30), slice(30, 50)]
+        w, x64, dy64 = model.weight.detach().double(), x.detach().double(), dy.double()
+        exact = {
+            "fprop": (torch.cat([x64[s] @ w[e].T for e, s in enumerate(spans)]), y),
+            "dgrad": (torch.cat([dy64[s] @ w[e] for e, s in enumerate(spans)]), x.grad),
+            "wgrad": (torch.stack([dy64[s].T @ x64[s] for s in spans]), model.weight.grad),
+        }
+        for gemm, (wanted, real) in exact.items():
+            assert_same(got[f" {gemm}"], compare(array(wanted), array(real)), GEMM_TOLERANCE)
+        assert got[" wgrad"].relative_error > 0.01
+
+    def test_weight_gradients_take_turns(self, watch: Watch, read: Read, train: Train) -> None:
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(5)))
+        guard = watch(model, recompute=2)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        turns = []
+        for _ in range(5):
+            train(model, optimizer)
+            sample = read(guard).sample
+            turns.append([slot.layer for slot in sample.slots if slot.gemm == "wgrad"])
+        assert turns == [["0", "1"], ["2", "3"], ["0", "4"], ["1", "2"], ["3", "4"]]
+
+
+class TestTrainingIsUntouched:
+    @pytest.mark.parametrize("kind", [nn.Linear, Fp8Linear])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_gradients_and_random_state_are_bit_equal(
+        self, watch: Watch, kind: Any, dtype: torch.dtype
+    ) -> None:
+        torch.manual_seed(3)
+        model = nn.Sequential(kind(96, 130, bias=True), nn.GELU(), nn.Dropout(0.5), kind(130, 40)).to(dtype)
+        plain = copy.deepcopy(model)
+        guard = watch(model, recompute=2)
+        optimizer = torch.optim.SGD(model.parameters(), 0.0)
+        results = []
+        for net in (plain, model):
+            torch.manual_seed(4)
+            x = torch.randn(2, 80, 96).to(dtype).requires_grad_()
+            net(x).square().mean().backward()
+            results.append([*(p.grad for p in net.parameters()), x.grad, torch.get_rng_state()])
+        optimizer.step()
+        assert guard.last_sample() is not None
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+    def test_matmul_settings_are_neither_followed_nor_changed(self, watch: Watch, read: Read) -> None:
+        model = nn.Linear(256, 64, bias=False)
+        guard = watch(model)
+        optimizer = torch.optim.SGD(model.parameters(), 0.0)
+        x = torch.randn(64, 256, generator=torch.Generator().manual_seed(1))
+        exact = x.double() @ model.weight.detach().double().T
+        torch.set_float32_matmul_precision("medium")
+        try:
+            y = model(x)
+            y.sum().backward()
+            optimizer.step()
+            assert torch.get_float32_matmul_precision() == "medium"
+        finally:
+            torch.set_float32_matmul_precision("highest")
+        assert_same(read(guard)[" fprop"], compare(array(exact), array(y)), GEMM_TOLERANCE)
+
+    def test_b16_no_tensor_outlives_its_step(self, watch: Watch) -> None:
+        model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), Fp8Linear(8, 8))
+        watch(model, recompute=2)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        gc.disable()  # whatever needs the collector to go away stays long enough to hurt
+        try:
+            counts = []
+            for step in range(12):
+                with torch.no_grad():
+                    model(torch.randn(4, 8))
+                x = torch.randn(4, 8)
+                y = model(x)
+                y.sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                refs = [weakref.ref(x), weakref.ref(y)]
+                del x, y
+                assert [ref() for ref in refs] == [None, None]
+                if step in (4, 11):
+                    counts.append(sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects()))
+            assert counts[0] == counts[1]
+        finally:
+            gc.enable()
+
+    def test_b16_a_forward_without_backward_is_freed(self, watch: Watch) -> None:
+        model = nn.Linear(8, 8)
+        watch(model)
+        x = torch.randn(4, 8)
+        y = model(x)
+        refs = [weakref.ref(x), weakref.ref(y)]
+        del x, y
+        gc.collect()
+        assert [ref() for ref in refs] == [None, None]
+
+    def test_a_fault_of_ours_is_one_log_line_and_training_goes_on(
+        self, watch: Watch, train: Train, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        from fp8_safeguard.hooks import capture
+
+        def broken(*arguments: object, **options: object) -> torch.Tensor:
+            raise RuntimeError("kernel is broken")
+
+        model = nn.Sequential(nn.Linear(8, 8), Fp8Linear(8, 8))
+        guard = watch(model)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        monkeypatch.setattr(capture, "tensor_stats", broken)
+        train(model, optimizer, 3)
+        lines = [r.message for r in caplog.records if "kernel is broken" in r.message]
+        assert len(lines) == len(set(lines)) == 2  # the forward and the backward
+        assert guard.last_sample() is None
+
+
+def dequantised(x: torch.Tensor, block: tuple[int, int]) -> np.ndarray:
+    """E4M3 and back, with numpy and ml_dtypes alone."""
+    values = x.detach().numpy()
+    result = np.empty(values.shape, dtype=np.float64)
+    for i in range(0, values.shape[0], block[0]):
+        for j in range(0, values.shape[1], block[1]):
+            part = values[i : i + block[0], j : j + block[1]]
+            scale = np.float32(np.abs(part).max()) / np.float32(448)
+            codes = np.clip(part / scale, -448, 448).astype(ml_dtypes.float8_e4m3fn)
+            result[i : i + block[0], j : j + block[1]] = codes.astype(np.float64) * np.float64(scale)
+    return result
