@@ -7,6 +7,7 @@ import time
 import webbrowser
 from dataclasses import dataclass
 from multiprocessing.context import SpawnProcess
+from multiprocessing.queues import Queue
 from pathlib import Path
 
 from fp8_safeguard.cli.api import Api
@@ -112,7 +113,7 @@ def train_arms(options: DemoOptions, server: str, runs: dict[str, str]) -> None:
             process.join()
 
 
-def next_message(messages: "queue.Queue[ArmMessage]", active: dict[str, SpawnProcess]) -> ArmMessage:
+def next_message(messages: "Queue[ArmMessage]", active: dict[str, SpawnProcess]) -> ArmMessage:
     """The next line from any arm; DemoError when one died without a word or all are silent."""
     deadline = time.monotonic() + SILENCE_SECONDS
     while time.monotonic() < deadline:

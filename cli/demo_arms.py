@@ -6,7 +6,10 @@ from multiprocessing import get_context
 from multiprocessing.context import SpawnProcess
 from multiprocessing.queues import Queue
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from fp8_safeguard.trainer import Trainer
 
 ARMS = ("protected", "healthy", "unprotected", "bf16_with_fault")
 ArmName = Literal["protected", "healthy", "unprotected", "bf16_with_fault"]
@@ -66,10 +69,10 @@ def run_arm(spec: ArmSpec, messages: "Queue[ArmMessage]") -> None:
 
 
 def _train(spec: ArmSpec, report: Callable[[ArmMessage], None]) -> None:
-    from fp8_safeguard.trainer import Trainer
+    from fp8_safeguard.trainer import StepReport
 
-    def on_step(result: Any) -> None:
-        report(ArmMessage(arm=spec.name, kind="step", step=result.step, loss=result.loss))
+    def on_step(done: StepReport) -> None:
+        report(ArmMessage(arm=spec.name, kind="step", step=done.step, loss=done.loss))
 
     with _trainer(spec) as trainer:
         if spec.name == "protected":
@@ -77,15 +80,14 @@ def _train(spec: ArmSpec, report: Callable[[ArmMessage], None]) -> None:
             trainer.save(spec.checkpoint)
             report(ArmMessage(arm=spec.name, kind="forked", step=spec.fault_step))
         trainer.run(spec.steps, on_step=on_step)
-    del Trainer
 
 
-def _trainer(spec: ArmSpec) -> Any:
+def _trainer(spec: ArmSpec) -> "Trainer":
     """A fresh trainer for the protected run, one forked from its checkpoint for the others."""
     from fp8_safeguard.trainer import OutlierDrift, TrainConfig, Trainer
 
     fault = None if spec.name == "healthy" else OutlierDrift(start_step=spec.fault_step, seed=spec.seed)
-    watched = {"run": spec.run, "server": spec.server, "fault": fault, "lockstep": True}
+    watched = {"run": spec.run, "server": spec.server, "fault": fault}
     if spec.name == "protected":
         return Trainer(TrainConfig.demo(seed=spec.seed, mode="enforce", **watched))
     precision = "bf16" if spec.name == "bf16_with_fault" else "fp8"

@@ -1,7 +1,7 @@
 """The `fp8-safeguard` command and its options."""
 
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -67,7 +67,7 @@ def serve(
 
     if workers > 1:
         fail(f"--workers is {workers}; this release serves from one process. Leave it at 1.")
-    chosen = {"host": host, "port": port, "database_url": database_url}
+    chosen: dict[str, Any] = {"host": host, "port": port, "database_url": database_url}
     try:
         run(Settings(**{name: value for name, value in chosen.items() if value is not None}))
     except (ValidationError, ValueError, OSError) as error:
@@ -102,6 +102,35 @@ def demo(
         fail("Stopped.")
 
 
+@app.command()
+def train(
+    steps: Annotated[
+        int, typer.Option(min=1, help="Steps to have completed at the end, a resumed run's included.")
+    ],
+    preset: Annotated[str | None, typer.Option(help="Named configuration: demo, ling, seed or tiny.")] = None,
+    config: Annotated[Path | None, typer.Option(help="TOML file with the fields of TrainConfig.")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Checkpoint to continue from.")] = None,
+    server: read.Server = None,
+    token: read.Token = None,
+    run: Annotated[str | None, typer.Option(help="Name of the run on the server.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed of weights and data order.")] = None,
+    precision: Annotated[str | None, typer.Option(help="fp8 or bf16.")] = None,
+    save: Annotated[Path | None, typer.Option(help="Write a checkpoint here at the end.")] = None,
+) -> None:
+    """Train the mixture-of-experts language model on real text."""
+    from fp8_safeguard.cli.train import run_training
+    from fp8_safeguard.trainer import TrainerError
+
+    chosen = {"server": server, "token": token, "run": run, "seed": seed, "precision": precision}
+    changes = {name: value for name, value in chosen.items() if value is not None}
+    try:
+        run_training(steps, preset=preset, config=config, resume=resume, save=save, changes=changes)
+    except (TrainerError, OSError) as error:
+        fail(str(error))
+    except KeyboardInterrupt:
+        fail("Stopped.")
+
+
 @db.command()
 def upgrade(
     database_url: Annotated[str | None, typer.Option(help="SQLAlchemy URL of the store.")] = None,
@@ -109,10 +138,16 @@ def upgrade(
     """Bring the database to this release's schema."""
     from fp8_safeguard.server.migrate import upgrade as migrate
     from fp8_safeguard.server.settings import Settings
+    from fp8_safeguard.server.store import StoreError, open_store
 
-    url = database_url or Settings().database_url
-    migrate(url)
-    typer.echo(f"{url} is current.")
+    settings = Settings() if database_url is None else Settings(database_url=database_url)
+    try:
+        store = open_store(settings)
+        revision = migrate(store)
+    except StoreError as error:
+        fail(str(error))
+    store.close()
+    typer.echo(f"{settings.database_url} is at revision {revision}.")
 
 
 def fail(text: str) -> NoReturn:

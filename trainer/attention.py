@@ -72,4 +72,6 @@ class Attention(nn.Module):
         mixed_BHSC = F.scaled_dot_product_attention(
             q_BHSC, k_BGSC, v_BGSC.float(), is_causal=True, enable_gqa=self.heads != self.kv_heads
         )
-        return self.out(mixed_BHSC.transpose(1, 2).reshape(batch, length, -1).to(x_BSD.dtype))
+        mixed_BSD = mixed_BHSC.transpose(1, 2).reshape(batch, length, -1).to(x_BSD.dtype)
+        y_BSD: Tensor = self.out(mixed_BSD)
+        return y_BSD

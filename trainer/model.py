@@ -14,8 +14,10 @@ from fp8_safeguard.trainer.config import TrainConfig
 from fp8_safeguard.trainer.data import VOCABULARY
 from fp8_safeguard.trainer.moe import MixtureOfExperts, Router
 
-import os
-EMB=float(os.environ.get("EMB","0.02")); HEAD=float(os.environ.get("HEAD","0.02"))
+# Embedding: as large as what the blocks write, so that they add to it rather than drown it. Head: small, so that
+# training starts at the loss of a uniform guess.
+_DEVIATION: dict[str, float] = {"embedding.weight": 1.0, "head": 0.02}
+
 # Shapes: B sequences, S positions, D model width, V vocabulary.
 
 
@@ -52,7 +54,7 @@ class Block(nn.Module):
     def forward(self, x_BSD: Tensor) -> Tensor:
         """float32 [B, S, D] to the same."""
         x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD).to(torch.bfloat16))
-        routed_TD = self.mlp(self.mlp_norm(x_BSD).flatten(0, 1))
+        routed_TD: Tensor = self.mlp(self.mlp_norm(x_BSD).flatten(0, 1))
         return x_BSD + routed_TD.view_as(x_BSD)
 
 
@@ -79,7 +81,7 @@ class LanguageModel(nn.Module):
         for name, parameter in self.named_parameters():
             if parameter.dim() < 2:
                 continue
-            deviation = EMB if name == "embedding.weight" else HEAD if name == "head" else parameter.shape[-1] ** -0.5
+            deviation = _DEVIATION.get(name, parameter.shape[-1] ** -0.5)
             if name.endswith(("out.weight", "down.weight")):
                 deviation *= shrink
             parameter.normal_(0.0, deviation, generator=generator)

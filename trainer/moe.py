@@ -60,29 +60,49 @@ class Router(nn.Module):
         return Route(
             source_R=order_R.div(self.top_k, rounding_mode="floor"),
             position_Tk=position.view_as(expert_Tk),
-            weight_R=_Gather.apply(weight_Tk.reshape(-1, 1), order_R, position.view(-1, 1)).squeeze(-1),
+            weight_R=gather_rows(weight_Tk.reshape(-1, 1), order_R, position.view(-1, 1)).squeeze(-1),
             offsets=F.pad(count_E.cumsum(0), (1, 0)).to(torch.int32),
         )
 
     @torch.no_grad()
-    def balance(self) -> None:
-        """Raise the bias of experts below the mean load since the last call, lower the others; clear the load."""
+    def balance(self, *, apply: bool = True) -> None:
+        """Raise the bias of experts below the mean load since the last call, lower the others; clear the load.
+
+        With `apply` false (a skipped step) the load is cleared and the bias stays.
+        """
         load_E = self.load_E.to(torch.float32)
-        self.bias_E += self.bias_rate * torch.sign(load_E.mean() - load_E)
+        if apply:
+            self.bias_E += self.bias_rate * torch.sign(load_E.mean() - load_E)
         self.load_E.zero_()
 
     def load_scalars(self) -> dict[str, float]:
         """`entropy` of the load since balance() (1 is even, 0 one expert) and `load_max` (busiest over mean)."""
         share_E = self.load_E.to(torch.float64) / max(int(self.load_E.sum()), 1)
-        entropy = float(torch.special.entr(share_E).sum()) / max(float(torch.tensor(share_E.numel()).log()), 1e-12)
+        entropy = float(torch.special.entr(share_E).sum()) / max(
+            float(torch.tensor(share_E.numel()).log()), 1e-12
+        )
         return {"entropy": entropy, "load_max": float(share_E.max()) * share_E.numel()}
+
+
+def gather_rows(x_TD: Tensor, source_R: Tensor, position_Tk: Tensor) -> Tensor:
+    """x[source], [R, D]: each token's row once for each of its experts. `position_Tk` is the inverse of `source_R`."""
+    x_RD: Tensor = _Gather.apply(x_TD, source_R, position_Tk)  # type: ignore[no-untyped-call]
+    return x_RD
+
+
+def combine_rows(x_RD: Tensor, source_R: Tensor, position_Tk: Tensor) -> Tensor:
+    """[T, D]: the sum of each token's k rows, accumulated in float32."""
+    x_TD: Tensor = _Combine.apply(x_RD, source_R, position_Tk)  # type: ignore[no-untyped-call]
+    return x_TD
 
 
 class _Gather(torch.autograd.Function):
     """rows[source]; its backward is a gather as well, which is faster than index_add and sums in a fixed order."""
 
     @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, x_TD: Tensor, source_R: Tensor, position_Tk: Tensor) -> Tensor:
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx, x_TD: Tensor, source_R: Tensor, position_Tk: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(position_Tk)
         return x_TD.index_select(0, source_R)
 
@@ -96,7 +116,9 @@ class _Combine(torch.autograd.Function):
     """Sum of each token's k rows; its backward is the gather of _Gather."""
 
     @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, x_RD: Tensor, source_R: Tensor, position_Tk: Tensor) -> Tensor:
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx, x_RD: Tensor, source_R: Tensor, position_Tk: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(source_R)
         return _sum_copies(x_RD, position_Tk)
 
@@ -133,7 +155,8 @@ class SharedExpert(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """bfloat16 [T, D] to the same."""
-        return self.down(swiglu(self.gate_up(x_TD)))
+        y_TD: Tensor = self.down(swiglu(self.gate_up(x_TD)))
+        return y_TD
 
 
 class RoutedExperts(nn.Module):
@@ -147,9 +170,9 @@ class RoutedExperts(nn.Module):
 
     def forward(self, x_TD: Tensor, route: Route) -> Tensor:
         """bfloat16 [T, D] to the same: the weighted sum over each token's experts."""
-        x_RD = _Gather.apply(x_TD, route.source_R, route.position_Tk)
+        x_RD = gather_rows(x_TD, route.source_R, route.position_Tk)
         hidden_RF = swiglu(self.gate_up(x_RD, route.offsets), route.weight_R)
-        return _Combine.apply(self.down(hidden_RF, route.offsets), route.source_R, route.position_Tk)  # type: ignore[no-any-return]
+        return combine_rows(self.down(hidden_RF, route.offsets), route.source_R, route.position_Tk)
 
 
 class MixtureOfExperts(nn.Module):
@@ -165,4 +188,5 @@ class MixtureOfExperts(nn.Module):
         """float32 [T, D] to bfloat16 [T, D]; the router sees the input unrounded."""
         route = self.router(x_TD)
         rounded_TD = x_TD.to(torch.bfloat16)
-        return self.shared(rounded_TD) + self.experts(rounded_TD, route)
+        y_TD: Tensor = self.shared(rounded_TD) + self.experts(rounded_TD, route)
+        return y_TD

@@ -1,0 +1,130 @@
+"""The reading commands against a real server."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2
+import pytest
+from typer.testing import CliRunner
+
+from fp8_safeguard.cli.main import app
+from fp8_safeguard.server.serve import running_server
+from fp8_safeguard.server.settings import Settings
+
+COUNTS = {
+    "count": 4096,
+    "zeros": 8,
+    "underflow": 8,
+    "saturated": 0,
+    "nan": 0,
+    "inf": 0,
+    "rows": 32,
+    "rows_flushed": 0,
+}
+SUMS = {"amax": 3.0, "sum_sq": 4096.0, "sum_sq_q": 4095.0, "sum_sq_err": 2.7, "sum_4th": 12288.0}
+
+
+def sample(step: int, *, underflow: int = 8) -> dict[str, object]:
+    """One slot's statistics, healthy unless told otherwise."""
+    numbers = {**COUNTS, **SUMS, "underflow": underflow, "zeros": underflow}
+    columns = {name: [value] for name, value in numbers.items()}
+    return {
+        "schema": 1,
+        "batch_id": f"b{step}",
+        "attempt": {"id": "0", "parent": None, "from_step": 0},
+        "group": "0",
+        "groups": 1,
+        "step": step,
+        "mode": "observe",
+        "plan_version": 0,
+        "slots": [{"index": 0, "layer": "blocks.0/a b", "operand": "x", "layout": "row"}],
+        "columns": {**columns, "tile_sqnr_hist": [[0] * 13 + [32, 0, 0]]},
+        "run": {"loss": 2.5},
+    }
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    database = tmp_path_factory.mktemp("cli") / "test.db"
+    with running_server(Settings(database_url=f"sqlite:///{database}")) as url:
+        for step in range(3):
+            body = sample(step, underflow=400)
+            assert httpx2.post(f"{url}/api/v1/runs/r1/samples", json=body).status_code == 200
+        yield url
+
+
+def ask(*arguments: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, list(arguments))
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_status_names_the_latest_run_and_its_verdict(server: str) -> None:
+    code, out, _ = ask("status", "--server", server)
+    assert code == 0
+    assert out.startswith("r1: WATCH\n")
+
+
+def test_status_json_is_what_the_server_says(server: str) -> None:
+    code, out, _ = ask("status", "r1", "--server", server, "--json")
+    said = json.loads(out)
+    assert code == 0
+    assert said["last_step"] == 2
+    assert said["mode"] == "observe"
+
+
+def test_layers_shows_any_layer_name(server: str) -> None:
+    code, out, _ = ask("layers", "--server", server, "--json")
+    assert code == 0
+    assert [item["layer"] for item in json.loads(out)] == ["blocks.0/a b"]
+
+
+def test_alerts_lists_the_open_alert(server: str) -> None:
+    code, out, _ = ask("alerts", "--server", server, "--json")
+    assert code == 0
+    assert [(item["rule"], item["layer"]) for item in json.loads(out)] == [("underflow", "blocks.0/a b")]
+
+
+@pytest.mark.parametrize("command", ["status", "layers", "alerts", "decisions"])
+def test_plain_output_needs_no_terminal(server: str, command: str) -> None:
+    code, out, err = ask(command, "--server", server)
+    assert (code, err) == (0, "")
+    assert out.strip()
+
+
+def test_unknown_run_is_one_line_and_exit_code_1(server: str) -> None:
+    code, out, err = ask("status", "nope", "--server", server)
+    assert (code, out) == (1, "")
+    assert "nope" in err
+    assert "404" in err
+
+
+def test_no_server_says_how_to_start_one() -> None:
+    code, _, err = ask("status", "--server", "http://127.0.0.1:9")
+    assert code == 1
+    assert "fp8-safeguard serve" in err
+
+
+def test_db_upgrade_makes_the_schema(tmp_path: Path) -> None:
+    code, out, _ = ask("db", "upgrade", "--database-url", f"sqlite:///{tmp_path}/new.db")
+    assert code == 0
+    assert "is at revision" in out
+    assert (tmp_path / "new.db").exists()
+
+
+def test_serve_refuses_a_public_address_without_a_token(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("FP8_SAFEGUARD_TOKEN", raising=False)
+    code, _, err = ask(
+        "serve", "--host", "0.0.0.0", "--port", "0", "--database-url", f"sqlite:///{tmp_path}/x.db"
+    )
+    assert code == 1
+    assert "token" in err
+
+
+def test_doctor_names_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    code, out, _ = ask("doctor", "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert found["training"]["kernel_backend"] in {"numba", "reference"}

@@ -1,0 +1,87 @@
+"""The trainer's side of the monitor: attach, report each step, lockstep."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+from fp8_safeguard import hooks
+from fp8_safeguard.monitor.plan import Plan
+from fp8_safeguard.trainer.config import TrainConfig
+from fp8_safeguard.trainer.model import LanguageModel
+
+logger = logging.getLogger("fp8_safeguard")
+
+
+class Monitoring:
+    """A guard on the model when the config names a server; otherwise nothing at all."""
+
+    def __init__(self, model: LanguageModel, config: TrainConfig) -> None:
+        self._config = config
+        self._late = False
+        self.guard: hooks.Guard | None = None
+        if config.server is not None:
+            self.guard = hooks.attach(
+                model,
+                server=config.server,
+                token=config.token,
+                run=config.run,
+                attempt=config.attempt,
+                every=config.every,
+                mode=config.mode,
+                thresholds=config.thresholds,
+            )
+
+    def begin(self, step: int, saved: dict[str, Any] | None) -> None:
+        """Count from `step` on; continue the saved guard, plan included, where the checkpoint is this run's own."""
+        if self.guard is None:
+            return
+        own = saved is not None and saved.get("run") == self._config.run
+        fresh = {"step": step, "plan": Plan().to_wire(), "attempt": self._config.attempt}
+        self.guard.load_state_dict(saved if own and saved is not None else fresh)
+
+    def report(self, model: LanguageModel, values: dict[str, float]) -> None:
+        """Loss, gradient norm, learning rate, tokens, and each router's load, of the step in progress."""
+        if self.guard is None:
+            return
+        self.guard.log(**values)
+        for name, router in model.routers().items():
+            for key, value in router.load_scalars().items():
+                self.guard.log_scalar(name, key, value)
+
+    def end_step(self, step: int) -> None:
+        """Step `step` has ended. In lockstep, wait for the reply to it, but never longer than configured."""
+        if self.guard is None:
+            return
+        self.guard.step(step)
+        if self._config.lockstep and step % self._config.every == 0:
+            answered = self.guard.flush(self._config.lockstep_seconds)
+            if not answered and not self._late:
+                self._late = True
+                logger.warning(
+                    "lockstep: no reply to step %d within %g s; training goes on, and a plan may take effect later than "
+                    "in a run whose server answers in time",
+                    step,
+                    self._config.lockstep_seconds,
+                )
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Measure nothing inside the block (validation is not training)."""
+        with nullcontext() if self.guard is None else self.guard.paused():
+            yield
+
+    def state(self) -> dict[str, Any] | None:
+        """The guard's state for a checkpoint."""
+        return None if self.guard is None else self.guard.state_dict()
+
+    def fallbacks(self) -> int:
+        """Entries of the plan in force."""
+        return 0 if self.guard is None else len(self.guard.plan.entries)
+
+    def close(self) -> None:
+        """Send what is left and take the guard off the model."""
+        if self.guard is not None:
+            self.guard.detach()
