@@ -6,14 +6,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
+import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
-from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent))  # the safe path setting leaves it out
+import harness
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
@@ -61,84 +62,102 @@ class Trainer:
         self.optimizer.zero_grad()
 
 
-@dataclass(frozen=True)
-class Case:
-    """One way to attach, against the same training without hooks."""
+class Plain:
+    """That many steps without hooks."""
 
-    name: str
-    every: int
-    cycle: int
-    """Steps that are timed together: a whole number of sampling cycles."""
-    goal: float | None
+    def __init__(self, dtype: str, steps: int) -> None:
+        self.dtype, self.steps = dtype, steps
+        self.trainer: Trainer | None = None
 
+    def __call__(self) -> None:
+        if self.trainer is None:
+            self.trainer = self.begin()
+        for _ in range(self.steps):
+            self.trainer.step()
 
-CASES = (
-    Case("default", every=10, cycle=10, goal=1.10),
-    Case("off", every=10**9, cycle=10, goal=1.02),
-    Case("every_step", every=1, cycle=2, goal=None),
-)
-
-
-def cpu_seconds(trainer: Trainer, steps: int, guard: Guard | None) -> float:
-    """CPU time of all threads for that many steps, the sender's work included."""
-    start = time.process_time()
-    for _ in range(steps):
-        trainer.step()
-    if guard is not None:
-        guard.flush(60)
-    return time.process_time() - start
+    def begin(self) -> Trainer:
+        """The trainer, built when it is needed."""
+        return Trainer(self.dtype)
 
 
-def interleaved(ours: Callable[[], float], base: Callable[[], float], pairs: int) -> list[tuple[float, float]]:
-    """(ours, base) of each pair; who goes first takes turns, so that a drift of the machine cancels."""
-    times = []
-    for pair in range(pairs):
-        first = ours() if pair % 2 else None
-        reference = base()
-        times.append((ours() if first is None else first, reference))
-    return times
+class Observed(Plain):
+    """The same with hooks: a whole number of sampling cycles, the sender's work included."""
+
+    def __init__(self, dtype: str, steps: int, every: int, spool: str) -> None:
+        super().__init__(dtype, steps)
+        self.every, self.spool = every, spool
+        self.guard: Guard | None = None
+
+    def begin(self) -> Trainer:
+        """The trainer with a guard on its model."""
+        trainer = Trainer(self.dtype)
+        self.guard = attach(
+            trainer.model, every=self.every, run=f"every-{self.every}-{self.dtype}", spool_dir=self.spool
+        )
+        return trainer
+
+    def __call__(self) -> None:
+        super().__call__()
+        if self.guard is not None:
+            self.guard.flush(60)
+
+    def accounted_seconds(self) -> float:
+        """Time inside our own code on the training thread, in CPU seconds of a step.
+
+        It is counted by the wall clock: its share of the wall time, times the CPU time, is the same on a busy
+        machine and on an idle one.
+        """
+        assert self.guard is not None
+        spent, wall, cpu = self.guard.spent_seconds, time.perf_counter(), time.process_time()
+        self()
+        share = (self.guard.spent_seconds - spent) / (time.perf_counter() - wall)
+        return share * (time.process_time() - cpu) / self.steps
+
+    def end(self) -> None:
+        """Take the guard off."""
+        if self.guard is not None:
+            self.guard.detach()
 
 
-def run_case(case: Case, dtype: str, pairs: int, spool: Path) -> dict[str, Any]:
-    """One row of the table."""
-    observed, plain = Trainer(dtype), Trainer(dtype)
-    for trainer in (observed, plain):
-        trainer.step()
-    guard = attach(observed.model, every=case.every, run=f"{case.name}-{dtype}", spool_dir=spool)
-    if case.every < 10**9:
-        cpu_seconds(observed, case.every, guard)  # compiles the kernels; ends on a whole cycle
-    else:
-        observed.step()  # step 0 is always due
-    spent = guard.spent_seconds
-    times = interleaved(
-        lambda: cpu_seconds(observed, case.cycle, guard), lambda: cpu_seconds(plain, case.cycle, None), pairs
-    )
-    accounted = (guard.spent_seconds - spent) / (pairs * case.cycle)
-    guard.detach()
-    row = summary(f"{case.name}_{dtype}", times, case.cycle)
-    return {**row, "goal": case.goal, "accounted_seconds": accounted}
+KINDS = (("default", 10, 10, 1.10), ("off", 10**9, 10, 1.02), ("every_step", 1, 2, None))
+"""Name, `every`, steps timed together, goal. `off` is attached and never samples (after step 0)."""
 
 
-def summary(name: str, times: list[tuple[float, float]], cycle: int) -> dict[str, Any]:
-    """Median ratio of the pairs, with the lowest and highest."""
-    ratios = sorted(ours / base for ours, base in times)
-    value = median(ours for ours, _ in times) / cycle
-    row = {"case": name, "value": value, "unit": "CPU s/step"}
-    return {**row, "ratio": median(ratios), "low": ratios[0], "high": ratios[-1]}
+def cases(spool: str) -> Sequence[harness.Case]:
+    """Each kind of attachment in float32 and bfloat16 autocast, against the same training without hooks."""
+    return [
+        harness.Case(
+            name=f"{kind}_{dtype}",
+            ours=Observed(dtype, steps, every, spool),
+            baseline=Plain(dtype, steps),
+            goal=goal,
+        )
+        for kind, every, steps, goal in KINDS
+        for dtype in ("fp32", "bf16")
+    ]
 
 
 def main() -> None:
-    """Run every case, print the table, write it as JSON if asked to."""
+    """Run every case, print the table, write it as JSON if asked to. Values are milliseconds of one timing."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
+    parser.add_argument("--quick", action="store_true", help="fewer pairs")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    pairs = 2 if options.quick else 5
+    logging.getLogger("fp8_safeguard").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as spool:
-        rows = [run_case(case, dtype, pairs, Path(spool)) for case in CASES for dtype in ("fp32", "bf16")]
-    for row in rows:
-        print(json.dumps(row))
+        listed = cases(spool)
+        report = harness.run("hook_overhead", listed, pairs=3 if options.quick else 12)
+        for case, row in zip(listed, report["rows"], strict=True):
+            assert isinstance(case.ours, Observed)
+            row["accounted_ms_per_step"] = 1e3 * case.ours.accounted_seconds()
+            case.ours.end()
+    harness.print_table(report)
+    for row in report["rows"]:
+        print(f"  {row['case']:<48} {row['accounted_ms_per_step']:9.3f} ms a step inside our code")
+    if options.json is not None:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(report, indent=2) + "\n")
 
 
 if __name__ == "__main__":

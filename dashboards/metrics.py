@@ -94,7 +94,7 @@ def format_value(value: float | None, view: MetricView) -> str:
         return "∞" if value > 0 else "−∞"
     if view.percent:
         return f"{short_number(value * 100)} %"
-    return short_number(value)
+    return f"{short_number(value)} dB" if view.unit == "dB" else short_number(value)
 
 
 def short_number(value: float, digits: int = 3) -> str:

@@ -1,5 +1,6 @@
 """Cuts the API's heatmap answer to what a page shows."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,12 +18,15 @@ class HeatmapSlice:
     nonfinite: list[tuple[int, int, int, int]]
 
 
-def cut_heatmap(answer: Mapping[str, Any], *, contains: str = "") -> HeatmapSlice:
+def cut_heatmap(answer: Mapping[str, Any], *, contains: str = "", worst_first: bool = False) -> HeatmapSlice:
     """The layers whose name contains a text (case ignored), with empty columns where sampling paused.
 
-    Without them Plotly would stretch a cell over steps that it does not describe.
+    Without those columns Plotly would stretch a cell over steps that it does not describe. `worst_first` orders the rows by
+    their worst value instead of by depth.
     """
     kept = [row for row, layer in enumerate(answer["layers"]) if contains.casefold() in layer.casefold()]
+    if worst_first:
+        kept.sort(key=lambda row: _badness(answer, row), reverse=True)
     steps, origin = fill_gaps(answer["steps"])
     new_row = {row: place for place, row in enumerate(kept)}
     new_column = {column: place for place, column in enumerate(origin) if column is not None}
@@ -79,6 +83,16 @@ def fill_gaps(steps: Sequence[int]) -> tuple[list[int], list[int | None]]:
         filled.append(after)
         origin.append(column)
     return filled, origin
+
+
+def _badness(answer: Mapping[str, Any], row: int) -> float:
+    """What a row is ranked by: its worst value upwards, NaN above everything, a row without values below."""
+    values = [float(value) for value in answer["values"][row] if value is not None]
+    if any(math.isnan(value) for value in values):
+        return math.inf
+    if answer["agg"] == "min":
+        values = [-value for value in values]
+    return max(values, default=-math.inf)
 
 
 def _spread(row: Sequence[Any], origin: Sequence[int | None]) -> list[Any]:

@@ -107,9 +107,10 @@ def _add_lane(figure: go.Figure, lane: str, decisions: Sequence[Mapping[str, Any
             mode="markers+text",
             name=lane,
             text=[_count(together[int(d["step"])], d) for d in decisions],
-            textposition="middle left",
-            textfont={"color": colours.text, "size": 11},
-            hovertext=[_hover(together[int(decision["step"])]) for decision in decisions],
+            textposition="top center",
+            textfont={"color": colours.text, "size": 10},
+            hovertext=[_hover(_story(together[int(decision["step"])])) for decision in decisions],
+            customdata=[_story(together[int(decision["step"])]) for decision in decisions],
             hovertemplate="%{hovertext}<extra></extra>",
             marker={
                 "symbol": [symbol + ("" if d.get("state") in IN_FORCE else "-open") for d in decisions],
@@ -127,24 +128,39 @@ def _count(group: Sequence[Mapping[str, Any]], decision: Mapping[str, Any]) -> s
     return f"×{len(group)}" if len(group) > 1 and decision is group[0] else ""
 
 
-def _hover(group: Sequence[Mapping[str, Any]]) -> str:
-    lines = [f"<b>step {group[0]['step']:,}</b>"]
-    for decision in group[:HOVER_ENTRIES]:
-        lines += _describe(decision)
+def _story(group: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Paragraphs of plain text on the decisions of one step; the first line of each is its heading.
+
+    It travels as customdata for pages that draw a card of their own: Plotly clips a tall label to the low lane.
+    """
+    story = [
+        [f"step {int(group[0]['step']):,}"],
+        *(_describe(decision) for decision in group[:HOVER_ENTRIES]),
+    ]
     if len(group) > HOVER_ENTRIES:
-        lines.append(f"and {len(group) - HOVER_ENTRIES} more")
-    return "<br>".join(lines)
+        story.append([f"and {len(group) - HOVER_ENTRIES} more"])
+    return story
 
 
 def _describe(decision: Mapping[str, Any]) -> list[str]:
     target = describe_target(decision.get("target") or {})
     value = f" = {decision['value']}" if decision.get("value") is not None else ""
-    head = f"<b>{escape(decision['action'])}{escape(value)}</b> {escape(decision.get('layer', ''))} · {escape(target)}"
     effective = decision.get("effective_step")
-    state = escape(decision.get("state", ""))
-    when = state if effective is None else f"{state}, effective from step {effective:,}"
-    reason = textwrap.wrap(str(decision.get("reason", "")), HOVER_COLUMNS)
-    return [head, *(escape(line) for line in reason), when]
+    state = str(decision.get("state", ""))
+    return [
+        f"{decision['action']}{value} {decision.get('layer', '')} · {target}",
+        str(decision.get("reason", "")),
+        state if effective is None else f"{state}, effective from step {effective:,}",
+    ]
+
+
+def _hover(story: Sequence[Sequence[str]]) -> str:
+    """The story in Plotly's markup."""
+    lines = []
+    for heading, *others in story:
+        lines.append(f"<b>{escape(heading)}</b>")
+        lines += [escape(line) for text in others for line in textwrap.wrap(text, HOVER_COLUMNS)]
+    return "<br>".join(lines)
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
@@ -175,9 +191,12 @@ def _add_periods(
     figure: go.Figure, decisions: Sequence[Mapping[str, Any]], last_step: int | None, colours: Theme
 ) -> None:
     """Bars for the steps that at least one target of a lane spent under a decision."""
-    bars = {(_lane_of(period.action), period.start, period.end) for period in periods(decisions, last_step)}
-    for (lane, _, tone), start, end in sorted(bars):
-        colour = getattr(colours, tone)
+    spans: dict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
+    for period in periods(decisions, last_step):
+        lane, _, tone = _lane_of(period.action)
+        spans[lane, getattr(colours, tone)].append((period.start, period.end))
+    bars = [(lane, colour, *bar) for (lane, colour), spanned in spans.items() for bar in _union(spanned)]
+    for lane, colour, start, end in bars:
         figure.add_trace(
             go.Scatter(
                 x=[start, end],
@@ -189,6 +208,17 @@ def _add_periods(
                 name=f"{lane} in force",
             )
         )
+
+
+def _union(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Overlapping spans joined, so that the bar's colour does not depend on how many there are."""
+    joined: list[tuple[int, int]] = []
+    for start, end in sorted(spans):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+        else:
+            joined.append((start, end))
+    return joined
 
 
 def _restored_at(decision: Mapping[str, Any], decisions: Iterable[Mapping[str, Any]]) -> int | None:
@@ -211,7 +241,8 @@ def _add_alerts(figure: go.Figure, alerts: Sequence[Mapping[str, Any]], colours:
             y=["alerts"] * len(alerts),
             mode="markers",
             name="alerts",
-            hovertext=[_describe_alert(alert) for alert in alerts],
+            hovertext=[_hover(_alert_story(alert)) for alert in alerts],
+            customdata=[_alert_story(alert) for alert in alerts],
             hovertemplate="%{hovertext}<extra></extra>",
             marker={
                 "symbol": ["x-thin" if alert.get("severity") == "act" else "line-ns" for alert in alerts],
@@ -224,6 +255,6 @@ def _add_alerts(figure: go.Figure, alerts: Sequence[Mapping[str, Any]], colours:
     )
 
 
-def _describe_alert(alert: Mapping[str, Any]) -> str:
-    head = f"<b>step {int(alert['first_step']):,}</b> {escape(alert.get('severity', ''))} alert"
-    return f"{head}<br>{escape(alert.get('layer', ''))}<br>{escape(alert.get('rule', ''))}"
+def _alert_story(alert: Mapping[str, Any]) -> list[list[str]]:
+    heading = f"step {int(alert['first_step']):,} · {alert.get('severity', '')} alert"
+    return [[heading, str(alert.get("layer") or ""), str(alert.get("rule") or "")]]

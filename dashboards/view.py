@@ -1,13 +1,14 @@
 """What the pages say, in words, from the API's dictionaries."""
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fp8_safeguard.dashboards.metrics import format_value, metric_view, short_number
-from fp8_safeguard.dashboards.timeline import describe_target
+from fp8_safeguard.dashboards.metrics import MetricView, format_value, metric_view, short_number
 
 STATES = ("healthy", "watch", "unstable", "fallback", "stale", "ended", "unknown")
+STANDINGS = ("open", "held", "over")
 ALERT_CONTEXT_STEPS = 40
 """Steps shown before the first bad one when an alert is opened: enough to see what healthy looked like."""
 
@@ -38,17 +39,19 @@ class LayerRow:
 
 @dataclass(frozen=True, kw_only=True)
 class AlertRow:
-    """One entry of the alert list; `from_step` is where opening it zooms to."""
+    """One entry of the alert list: a rule's alerts of one layer; opening it zooms to `from_step`."""
 
     layer: str
     severity: str
+    standing: str
+    """"open", "held" (the layer's fallback keeps the damage away) or "over"."""
     title: str
     detail: str
+    when: str
     first_step: int
     from_step: int
     metric: str
     slot: str
-    active: bool
 
 
 def number(value: Any) -> float | None:
@@ -108,7 +111,7 @@ def _layer_row(item: Mapping[str, Any]) -> LayerRow:
         signal=f"{view.label} {slot_words(worst)}".strip() if metric else "–",
         value=format_value(value, view),
         threshold=format_value(threshold, view),
-        excess=_excess(value, threshold),
+        excess=_excess(value, threshold, view),
         step="–" if step is None else f"{step:,}",
         precision=precision_words(item.get("precision") or {}),
         metric=metric,
@@ -131,38 +134,57 @@ def precision_words(precision: Mapping[str, Any]) -> str:
     return "; ".join(f"{kind}: {', '.join(gemms)}" for kind, gemms in moved.items()) or "fp8"
 
 
-def alert_rows(items: Iterable[Mapping[str, Any]]) -> list[AlertRow]:
-    """The alert list, active ones and acting ones first, each with its earliest bad step."""
-    rows = [_alert_row(item) for item in items]
-    return sorted(rows, key=lambda row: (not row.active, row.severity != "act", row.first_step))
+def alert_rows(items: Iterable[Mapping[str, Any]], *, held: Collection[str] = ()) -> list[AlertRow]:
+    """The alert list, grouped by layer and rule: what needs somebody first, then what a fallback holds, then the past.
 
-
-def _alert_row(item: Mapping[str, Any]) -> AlertRow:
-    slot = item.get("slot") or {}
-    metric = str(item.get("metric") or "")
-    view = metric_view(metric)
-    first, last = int(item.get("first_step") or 0), item.get("last_step")
-    value, threshold = number(item.get("value")), number(item.get("threshold"))
-    active = str(item.get("state") or "open") not in ("closed", "resolved")
-    seen = f"since step {first:,}" if active else f"steps {first:,} to {last or first:,}"
-    limit = f" (limit {format_value(threshold, view)})" if threshold is not None else ""
-    return AlertRow(
-        layer=str(item.get("layer") or slot.get("layer") or ""),
-        severity=str(item.get("severity") or "watch"),
-        title=f"{view.label} {slot_words(slot)}".strip() if metric else str(item.get("rule") or "alert"),
-        detail=f"{format_value(value, view)}{limit} {seen}",
-        first_step=first,
-        from_step=max(0, first - ALERT_CONTEXT_STEPS),
-        metric=metric,
-        slot=slot_words(slot),
-        active=active,
+    `held` are the layers that run in BF16.
+    """
+    groups: dict[tuple[str, str, str, str], list[Mapping[str, Any]]] = {}
+    for item in items:
+        standing = _standing(item, held)
+        key = (str(item.get("layer") or ""), str(item["rule"]), str(item["severity"]), standing)
+        groups.setdefault(key, []).append(item)
+    rows = [_alert_row(*key, group) for key, group in groups.items()]
+    return sorted(
+        rows, key=lambda row: (STANDINGS.index(row.standing), row.severity != "act", row.first_step)
     )
 
 
-def decision_words(decision: Mapping[str, Any]) -> str:
-    """One decision as a sentence fragment: action, layer, target."""
-    target = describe_target(decision.get("target") or {})
-    return f"{str(decision['action']).replace('_', ' ')} · {decision.get('layer', '')} · {target}"
+def _standing(item: Mapping[str, Any], held: Collection[str]) -> str:
+    if item["state"] != "open":
+        return "over"
+    return "held" if item.get("layer") in held else "open"
+
+
+def _alert_row(
+    layer: str, rule: str, severity: str, standing: str, group: Sequence[Mapping[str, Any]]
+) -> AlertRow:
+    worst = max(group, key=_alert_excess)
+    metric = str(worst.get("metric") or "")
+    view = metric_view(metric)
+    first = min(int(item["first_step"]) for item in group)
+    last = max(int(item["last_step"]) for item in group)
+    slots = sorted({slot_words(item.get("slot") or {}) for item in group})
+    limit = number(worst.get("threshold"))
+    return AlertRow(
+        layer=layer,
+        severity=severity,
+        standing=standing,
+        title=f"{view.label if metric else rule} {', '.join(slots)}".strip(),
+        detail=format_value(number(worst.get("value")), view)
+        + ("" if limit is None else f" (limit {format_value(limit, view)})"),
+        when=f"steps {first:,} to {last:,}" if standing == "over" else f"since step {first:,}",
+        first_step=first,
+        from_step=max(0, first - ALERT_CONTEXT_STEPS),
+        metric=metric,
+        slot=slots[0] if len(slots) == 1 else "",
+    )
+
+
+def _alert_excess(item: Mapping[str, Any]) -> float:
+    value, threshold = number(item.get("value")), number(item.get("threshold"))
+    ratio = _excess_ratio(value, threshold, metric_view(str(item.get("metric") or "")))
+    return math.inf if ratio is None else ratio
 
 
 def _plain(value: Any) -> str:
@@ -173,7 +195,14 @@ def _percent(ratio: float | None) -> str:
     return "–" if ratio is None else f"{short_number(round(ratio * 100, 2))} %"
 
 
-def _excess(value: float | None, threshold: float | None) -> str:
-    if value is None or threshold is None or not threshold > 0:
-        return ""
-    return f"{short_number(value / threshold, 2)}×"
+def _excess_ratio(value: float | None, threshold: float | None, view: MetricView) -> float | None:
+    """How far over its threshold a value is: 1 is at it, more is worse; None where nothing can be said."""
+    if value is None or threshold is None or math.isnan(value):
+        return None
+    above, below = (threshold, value) if view.worse_when_low else (value, threshold)
+    return above / below if below > 0 else None
+
+
+def _excess(value: float | None, threshold: float | None, view: MetricView) -> str:
+    ratio = _excess_ratio(value, threshold, view)
+    return "" if ratio is None else f"{short_number(ratio, 2)}×"

@@ -1,4 +1,4 @@
-"""attach(): puts the monitor on a model and returns the guard that owns it."""
+"""attach() puts the monitor on a model; the Guard owns it."""
 
 from __future__ import annotations
 

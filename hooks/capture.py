@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from fp8_safeguard.hooks import recompute
 from fp8_safeguard.hooks.layers import ObservedLayer, Part, StepState
-from fp8_safeguard.hooks.recompute import as_options
-from fp8_safeguard.kernels import LinearPrecision, OperandFormat, quantize, tensor_stats
+from fp8_safeguard.kernels import LinearPrecision, OperandFormat, tensor_stats
 
 if TYPE_CHECKING:
     from fp8_safeguard.hooks.session import Session
@@ -71,12 +70,6 @@ class _ModelHook:
         self.session = session
         self.layer = layer
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Inert:
-        return _Inert()
-
-    def __copy__(self) -> _Inert:
-        return _Inert()
-
     def __reduce__(self) -> tuple[type[_Inert], tuple[()]]:
         return _Inert, ()
 
@@ -116,25 +109,15 @@ class ForwardHook(_ModelHook):
         frame.add(layer.row(Part.X_ROW), _stats(x_TK, "row", _FOREIGN.x))
         if weight_NK.requires_grad:
             frame.add(layer.row(Part.X_COL), _stats(x_TK, "col", _FOREIGN.x))
-        self._measure_weight(state, w_NK, keep=x.requires_grad and y.requires_grad)
+        if not state.w_measured:
+            frame.add(layer.row(Part.W_TILE), _stats(w_NK, "tile", _FOREIGN.w))
+            state.w_measured = True
         self._compare_output(x_TK, w_NK, y_TN, getattr(module, "bias", None))
         if y.requires_grad:
             kept_x = x_TK if weight_NK.requires_grad and session.picks_wgrad(layer) else None
             _hook_target(y, w_NK.shape[0]).register_hook(  # type: ignore[no-untyped-call]
                 GradientHook(session, layer, state, w_NK, kept_x, x.requires_grad, weight_NK.requires_grad)
             )
-
-    def _measure_weight(self, state: StepState, w_NK: Tensor, *, keep: bool) -> None:
-        """Once a step; the FP8 copy that the emulated dgrad needs comes from the same pass."""
-        frame = state.frame
-        assert frame is not None
-        if state.w_measured and (state.wq_NK is not None or not keep):
-            return
-        wq_NK, vector = quantize(w_NK, layout="tile", stats=True, **as_options(_FOREIGN.w))
-        state.wq_NK = wq_NK if keep else None
-        if not state.w_measured:
-            frame.add(self.layer.row(Part.W_TILE), vector.reshape(1, -1))
-            state.w_measured = True
 
     def _compare_output(self, x_TK: Tensor, w_NK: Tensor, y_TN: Tensor, bias_N: Tensor | None) -> None:
         if x_TK.shape[0] == 0 or self.session.frame is None:
@@ -178,13 +161,13 @@ class GradientHook:
             frame.add(layer.row(Part.DY_COL), _stats(dy_TN, "col", _FOREIGN.dy))
         if dy_TN.shape[0] == 0 or self._overwritten():
             return
-        if self.needs_dx and self.state.wq_NK is not None:
+        if self.needs_dx:
             rows = session.sampler.rows(dy_TN.shape[0], dy_TN.device)
-            vector = recompute.emulated_dgrad_error(dy_TN, self.w_NK, self.state.wq_NK, rows, _FOREIGN.dy)
+            vector = recompute.emulated_dgrad_error(dy_TN, self.w_NK, rows, _FOREIGN)
             frame.add(layer.row(Part.DGRAD), vector.reshape(1, -1))
         if self.x_TK is not None:
             rows = session.sampler.rows(dy_TN.shape[1], dy_TN.device)
-            vector = recompute.emulated_wgrad_error(dy_TN, self.x_TK, rows, _FOREIGN.dy, _FOREIGN.x)
+            vector = recompute.emulated_wgrad_error(dy_TN, self.x_TK, rows, _FOREIGN)
             frame.add(layer.row(Part.WGRAD), vector.reshape(1, -1))
 
     def _overwritten(self) -> bool:
@@ -207,8 +190,9 @@ class PassHook(_ModelHook):
         self.observer = observer
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        if not torch.compiler.is_compiling() and self.layer.module() is module:
-            self.observer.with_gradients = torch.is_grad_enabled()
+        if not torch.compiler.is_compiling():
+            # A shallow copy of the module shares its hooks and its observer.
+            self.observer.with_gradients = torch.is_grad_enabled() and self.layer.module() is module
 
 
 class LayerObserver:
@@ -219,9 +203,6 @@ class LayerObserver:
         self.layer = layer
         self.with_gradients = True
         """Whether the forward in progress builds a graph."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        return None
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
         return _nothing, ()
@@ -327,7 +308,9 @@ def _hook_target(y: Tensor, features: int) -> Tensor:
 
 def _stats(x: Tensor, layout: str, operand: OperandFormat, offsets: Tensor | None = None) -> Tensor:
     """float64 [E, V], E = 1 without offsets."""
-    vectors = tensor_stats(x, layout=layout, offsets=offsets, **as_options(operand))
+    vectors = tensor_stats(
+        x, layout=layout, fmt=operand.fmt, scale=operand.scale, multiplier=operand.multiplier, offsets=offsets
+    )
     return vectors if offsets is not None else vectors.reshape(1, -1)
 
 

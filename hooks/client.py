@@ -1,4 +1,4 @@
-"""Background thread that builds, logs and sends samples; training never waits for it."""
+"""Background thread that sends samples; training never waits for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds the steps of the training loop: one optimizer step ends one step."""
+"""Finds the training loop's steps: each ends with an optimizer step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Applies the server's plan to our layers, at a step boundary and nowhere else."""
+"""Applies the server's plan to our layers, at step boundaries only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds the layers to observe and says what is not observed, and why."""
+"""Finds layers to observe; says what is left out and why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sends the last samples when the process ends, or is asked to by SIGTERM."""
+"""Sends the last samples at exit and on SIGTERM."""
 
 from __future__ import annotations
 

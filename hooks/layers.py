@@ -11,7 +11,7 @@ from enum import IntEnum
 from torch import Tensor, nn
 
 from fp8_safeguard.hooks.buffer import Frame
-from fp8_safeguard.kernels import Fp8GroupedLinear, Fp8Linear, LinearPrecision, QuantizedTensor
+from fp8_safeguard.kernels import Fp8GroupedLinear, Fp8Linear, LinearPrecision
 from fp8_safeguard.monitor.slots import Slot
 
 
@@ -41,8 +41,6 @@ class StepState:
     outer_calls: int = 0
     """Forward calls outside backward: with any of them a call inside backward is a checkpoint's repetition."""
     w_measured: bool = False
-    wq_NK: QuantizedTensor | None = None
-    """FP8 weight for the emulated dgrad."""
     precision: LinearPrecision | None = None
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from fp8_safeguard.kernels import OperandFormat, QuantizedTensor, quantize
+from fp8_safeguard.kernels import LinearPrecision
+from fp8_safeguard.kernels.round_trip import round_trip
 from fp8_safeguard.monitor.stats import COLUMNS, VECTOR_LENGTH
 
 SAMPLED_ROWS = 64
@@ -96,22 +96,17 @@ def wgrad_error(dy_TN: Tensor, x_TK: Tensor, dw_NK: Tensor, rows: Tensor) -> Ten
     return compare(matmul(dy_TN[:, rows].mT, x_TK), dw_NK[rows])
 
 
-def emulated_dgrad_error(
-    dy_TN: Tensor, w_NK: Tensor, wq_NK: QuantizedTensor, rows: Tensor, dy_format: OperandFormat
-) -> Tensor:
+def emulated_dgrad_error(dy_TN: Tensor, w_NK: Tensor, rows: Tensor, precision: LinearPrecision) -> Tensor:
     """float64 [V]: what an FP8 dgrad would do to a layer that runs in high precision."""
     dy_RN = dy_TN[rows]
-    dyq_RN = quantize(dy_RN, layout="row", **as_options(dy_format)).dequantize()
-    return compare(matmul(dy_RN, w_NK), matmul(dyq_RN, wq_NK.dequantize()))
+    dyq_RN, wq_NK = round_trip(dy_RN, "row", precision.dy), round_trip(w_NK, "tile", precision.w)
+    return compare(matmul(dy_RN, w_NK), matmul(dyq_RN, wq_NK))
 
 
-def emulated_wgrad_error(
-    dy_TN: Tensor, x_TK: Tensor, rows: Tensor, dy_format: OperandFormat, x_format: OperandFormat
-) -> Tensor:
+def emulated_wgrad_error(dy_TN: Tensor, x_TK: Tensor, rows: Tensor, precision: LinearPrecision) -> Tensor:
     """float64 [V]: what an FP8 wgrad would do to a layer that runs in high precision."""
     dy_TR = dy_TN[:, rows]
-    dyq_TR = quantize(dy_TR, layout="col", **as_options(dy_format)).dequantize()
-    xq_TK = quantize(x_TK, layout="col", **as_options(x_format)).dequantize()
+    dyq_TR, xq_TK = round_trip(dy_TR, "col", precision.dy), round_trip(x_TK, "col", precision.x)
     return compare(matmul(dy_TR.mT, x_TK), matmul(dyq_TR.mT, xq_TK))
 
 
@@ -146,11 +141,6 @@ def _split(rows: Tensor, bounds: list[int]) -> list[Tensor]:
     edges = torch.tensor(bounds, device=rows.device)
     cuts: list[int] = torch.searchsorted(rows, edges).tolist()
     return [rows[a:b] for a, b in itertools.pairwise(cuts)]
-
-
-def as_options(operand: OperandFormat) -> dict[str, Any]:
-    """Keyword arguments of `quantize` and `tensor_stats`."""
-    return {"fmt": operand.fmt, "scale": operand.scale, "multiplier": operand.multiplier}
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Turns a step's buffers into the sample that travels; off the training thread."""
+"""Turns a step's buffers into the sample that travels."""
 
 # Shapes: S slots of a sample, V = 29 TensorStats entries, E experts of a layer.
 

@@ -1,4 +1,4 @@
-"""State shared by the hooks of one guard: the step in progress and its frame."""
+"""What one guard's hooks share: the step in progress, its frame."""
 
 from __future__ import annotations
 

@@ -45,12 +45,8 @@ class CodeFormat:
         return float(torch.nextafter(torch.tensor(edge), torch.tensor(0.0)))
 
 
-E4M3 = CodeFormat(
-    limits=formats.E4M3, dtype=torch.float8_e4m3fn, mantissa_bits=3, min_exponent=-6, bias=7
-)
-E5M2 = CodeFormat(
-    limits=formats.E5M2, dtype=torch.float8_e5m2, mantissa_bits=2, min_exponent=-14, bias=15
-)
+E4M3 = CodeFormat(limits=formats.E4M3, dtype=torch.float8_e4m3fn, mantissa_bits=3, min_exponent=-6, bias=7)
+E5M2 = CodeFormat(limits=formats.E5M2, dtype=torch.float8_e5m2, mantissa_bits=2, min_exponent=-14, bias=15)
 FORMATS = {"e4m3": E4M3, "e5m2": E5M2}
 
 

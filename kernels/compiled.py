@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -27,8 +28,8 @@ def quantize_rows(
 ) -> tuple[Tensor, Tensor]:
     """Codes [R,C] and float32 scales of all row blocks, those of each segment after the one before."""
     kernels = compiled_module("numba_quantize")
-    bits_RC, shift = _bits(x_RC)
-    segments, grid = np.array(bounds), _grid(code_format, scale, multiplier)
+    bits_RC, shift = bit_pattern(x_RC)
+    segments, grid = np.array(bounds), grid_of(code_format, scale, multiplier)
     rows, columns = x_RC.shape
     codes_RC = torch.empty((rows, columns), dtype=torch.uint8)
     if layout == "col":
@@ -47,8 +48,8 @@ def round_trip_rows(
 ) -> Tensor:
     """Codes times scales, float32 [R,C]; rows outside the segments are unspecified."""
     kernels = compiled_module("numba_quantize")
-    bits_RC, shift = _bits(x_RC)
-    segments, grid = np.array(bounds), _grid(code_format, scale, multiplier)
+    bits_RC, shift = bit_pattern(x_RC)
+    segments, grid = np.array(bounds), grid_of(code_format, scale, multiplier)
     out_RC = torch.empty(x_RC.shape, dtype=torch.float32)
     if layout == "col":
         kernels.round_trip_columns(bits_RC, shift, segments, grid, out_RC.numpy())
@@ -61,8 +62,8 @@ def stats_of_rows(
     x_RC: Tensor, bounds: list[int], layout: str, code_format: CodeFormat, scale: str, multiplier: float
 ) -> Tensor:
     """TensorStats vectors of the segments, float64 [S,29]."""
-    bits_RC, shift = _bits(x_RC)
-    segments, grid = np.array(bounds), _grid(code_format, scale, multiplier)
+    bits_RC, shift = bit_pattern(x_RC)
+    segments, grid = np.array(bounds), grid_of(code_format, scale, multiplier)
     out_S = torch.zeros((len(bounds) - 1, VECTOR_LENGTH), dtype=torch.float64)
     if layout == "col":
         kernels = compiled_module("numba_col_stats")
@@ -73,7 +74,7 @@ def stats_of_rows(
     return out_S
 
 
-def _bits(x_RC: Tensor) -> tuple[NDArray[Any], np.int32]:
+def bit_pattern(x_RC: Tensor) -> tuple[NDArray[Any], np.int32]:
     """x's memory as integers, and how far to shift them left for float32 bits."""
     if x_RC.dtype == torch.bfloat16:
         return x_RC.contiguous().view(torch.uint16).numpy(), np.int32(16)
@@ -82,11 +83,11 @@ def _bits(x_RC: Tensor) -> tuple[NDArray[Any], np.int32]:
 
 def _row_blocks(bounds: list[int]) -> int:
     """Row blocks of all segments together."""
-    return sum(-(-(end - start) // BLOCK) for start, end in zip(bounds[:-1], bounds[1:], strict=True))
+    return sum(-(-(end - start) // BLOCK) for start, end in pairwise(bounds))
 
 
 @lru_cache(maxsize=256)
-def _grid(code_format: CodeFormat, scale: str, multiplier: float) -> NDArray[np.float64]:
+def grid_of(code_format: CodeFormat, scale: str, multiplier: float) -> NDArray[np.float64]:
     """The `grid` array of numba_bits."""
     quantum_shift = (23 - code_format.mantissa_bits) << 23
     least_exponent = (127 + code_format.min_exponent) << 23

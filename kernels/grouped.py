@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -58,7 +60,7 @@ def expert_bounds(offsets: Tensor, rows: int, experts: int) -> list[int]:
 def grouped_mm(a_MK: Tensor, b_EKN: Tensor, bounds: list[int]) -> Tensor:
     """[M,N] float32: each expert's rows of a times its b."""
     out_MN = a_MK.new_empty(a_MK.shape[0], b_EKN.shape[2])
-    for expert, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for expert, (start, end) in enumerate(pairwise(bounds)):
         if end > start:
             mm_exact(a_MK[start:end], b_EKN[expert], out_MN[start:end])
     out_MN[bounds[-1] :].zero_()
@@ -68,7 +70,7 @@ def grouped_mm(a_MK: Tensor, b_EKN: Tensor, bounds: list[int]) -> Tensor:
 def grouped_mm_wgrad(dy_MN: Tensor, x_MK: Tensor, bounds: list[int]) -> Tensor:
     """[E,N,K] float32: each expert's dy^T x, zeros for an expert without rows."""
     out_ENK = x_MK.new_empty(len(bounds) - 1, dy_MN.shape[1], x_MK.shape[1])
-    for expert, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for expert, (start, end) in enumerate(pairwise(bounds)):
         if end > start:
             mm_exact(dy_MN[start:end].t(), x_MK[start:end], out_ENK[expert])
         else:
@@ -80,7 +82,7 @@ def grouped_mm_bf16(a_MK: Tensor, b_EKN: Tensor, bounds: list[int]) -> Tensor:
     """[M,N] bfloat16: each expert's rows of a times its b, both rounded to bfloat16."""
     a_MK, b_EKN = a_MK.to(torch.bfloat16), b_EKN.to(torch.bfloat16)
     out_MN = a_MK.new_zeros(a_MK.shape[0], b_EKN.shape[2])
-    for expert, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for expert, (start, end) in enumerate(pairwise(bounds)):
         if end > start:
             out_MN[start:end] = (_whole_rows(a_MK[start:end]) @ b_EKN[expert])[: end - start]
     return out_MN
@@ -90,7 +92,7 @@ def grouped_mm_wgrad_bf16(dy_MN: Tensor, x_MK: Tensor, bounds: list[int]) -> Ten
     """[E,N,K] bfloat16: each expert's dy^T x, both rounded to bfloat16, zeros for an expert without rows."""
     dy_MN, x_MK = dy_MN.to(torch.bfloat16), x_MK.to(torch.bfloat16)
     out_ENK = x_MK.new_zeros(len(bounds) - 1, dy_MN.shape[1], x_MK.shape[1])
-    for expert, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for expert, (start, end) in enumerate(pairwise(bounds)):
         if end > start:
             torch.mm(_whole_rows(dy_MN[start:end]).t(), _whole_rows(x_MK[start:end]), out=out_ENK[expert])
     return out_ENK

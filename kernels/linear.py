@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
+from fp8_safeguard.kernels import tiles
 from fp8_safeguard.kernels.errors import OperandError
 from fp8_safeguard.kernels.grouped import (
     expert_bounds,
@@ -26,6 +27,7 @@ from fp8_safeguard.kernels.matmul import mm_bf16, mm_exact
 from fp8_safeguard.kernels.observer import GemmObserver
 from fp8_safeguard.kernels.precision import LinearPrecision
 from fp8_safeguard.kernels.round_trip import round_trip
+from fp8_safeguard.kernels.tiles import TiledWeight
 
 _DEFAULT = LinearPrecision()
 
@@ -48,7 +50,7 @@ def fp8_linear(
         raise OperandError(f"x {list(x.shape)} does not fit w {list(w.shape)}: pass x [..., K] and w [N, K]")
     x_TK = x.reshape(-1, w.shape[1])
     call = _Call(precision=precision, observer=stats, offsets=None, bounds=None)
-    y_TN: Tensor = _Linear.apply(x_TK, w, bias, call)
+    y_TN: Tensor = _Linear.apply(x_TK, w, bias, call)  # type: ignore[no-untyped-call]
     return y_TN.reshape(*x.shape[:-1], w.shape[0])
 
 
@@ -71,7 +73,7 @@ def fp8_grouped_linear(
         )
     bounds = expert_bounds(offsets, x_TK.shape[0], w_ENK.shape[0])
     call = _Call(precision=precision, observer=stats, offsets=offsets, bounds=bounds)
-    y_TN: Tensor = _Linear.apply(x_TK, w_ENK, None, call)
+    y_TN: Tensor = _Linear.apply(x_TK, w_ENK, None, call)  # type: ignore[no-untyped-call]
     return y_TN
 
 
@@ -88,37 +90,32 @@ class _Call:
         """The observer, if it wants to see this pass."""
         return self.observer if self.observer is not None and self.observer.wants else None
 
+    def spans(self, x_TC: Tensor) -> list[int]:
+        """Experts' rows; all rows are one expert's where there are none."""
+        return [0, x_TC.shape[0]] if self.bounds is None else self.bounds
+
 
 class _Linear(torch.autograd.Function):
     """The three GEMMs; w is [N,K], or [E,N,K] when the call has bounds."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx | Any, x_TK: Tensor, w: Tensor, bias: Tensor | None, call: _Call) -> Tensor:
-        w_exact = None
-        if call.precision.fprop == "fp8":
-            w_exact = round_trip(w, "tile", call.precision.w)
-            y_TN = _multiply(round_trip(x_TK, "row", call.precision.x), w_exact.mT, call)
-        else:
-            y_TN = _multiply_bf16(x_TK, w.mT, call)
+    def forward(ctx: Any, x_TK: Tensor, w: Tensor, bias: Tensor | None, call: _Call) -> Tensor:
+        y_TN, w_kept = _fprop(x_TK, w, call)
         watcher = call.watcher()
         if watcher is not None:
-            watcher.fprop(x_TK, w, y_TN.to(x_TK.dtype), call.offsets)
-        if bias is not None:
-            y_TN = y_TN + bias
+            watcher.fprop(x_TK, w, y_TN, call.offsets)
         ctx.save_for_backward(x_TK, w)
         ctx.call, ctx.bias_dtype = call, None if bias is None else bias.dtype
         # fprop's quantised weight serves dgrad: quantising it again would give the same values.
-        ctx.w_exact = w_exact if ctx.needs_input_grad[0] and call.precision.dgrad == "fp8" else None
-        return y_TN.to(x_TK.dtype)
+        ctx.w_kept = w_kept if ctx.needs_input_grad[0] else None
+        return y_TN if bias is None else (y_TN + bias).to(x_TK.dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: FunctionCtx | Any, dy_TN: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x_TK, w = ctx.saved_tensors
         call: _Call = ctx.call
-        dx_TK = _dgrad(dy_TN, w, ctx.w_exact, call).to(x_TK.dtype) if ctx.needs_input_grad[0] else None
+        dx_TK = _dgrad(dy_TN, w, ctx.w_kept, call, x_TK.dtype) if ctx.needs_input_grad[0] else None
         dw = _wgrad(dy_TN, x_TK, call).to(w.dtype) if ctx.needs_input_grad[1] else None
         watcher = call.watcher()
         if watcher is not None:
@@ -129,25 +126,45 @@ class _Linear(torch.autograd.Function):
         return dx_TK, dw, dbias, None
 
 
-def _dgrad(dy_TN: Tensor, w: Tensor, w_exact: Tensor | None, call: _Call) -> Tensor:
-    """dX = dY W."""
-    if call.precision.dgrad == "bf16":
-        return _multiply_bf16(dy_TN, w, call)
-    w_exact = round_trip(w, "tile", call.precision.w) if w_exact is None else w_exact
-    return _multiply(round_trip(dy_TN, "row", call.precision.dy), w_exact, call)
+def _fprop(x_TK: Tensor, w: Tensor, call: _Call) -> tuple[Tensor, TiledWeight | Tensor | None]:
+    """Y = X W^T in x's dtype, and the quantised weight."""
+    precision, dtype = call.precision, x_TK.dtype
+    if precision.fprop == "bf16":
+        return _multiply_bf16(x_TK, w.mT, call).to(dtype), None
+    if tiles.usable(x_TK):
+        tiled = tiles.weight(w.reshape(-1, *w.shape[-2:]), precision.w)
+        return tiles.fprop(x_TK, tiled, w.shape[-2], precision.x, call.spans(x_TK), dtype), tiled
+    w_exact = round_trip(w, "tile", precision.w)
+    return _multiply(round_trip(x_TK, "row", precision.x), w_exact.mT, call).to(dtype), w_exact
+
+
+def _dgrad(
+    dy_TN: Tensor, w: Tensor, kept: TiledWeight | Tensor | None, call: _Call, dtype: torch.dtype
+) -> Tensor:
+    """dX = dY W in dtype; `kept` is the quantised weight of fprop."""
+    precision = call.precision
+    if precision.dgrad == "bf16":
+        return _multiply_bf16(dy_TN, w, call).to(dtype)
+    if tiles.usable(dy_TN):
+        tiled = (
+            kept if isinstance(kept, TiledWeight) else tiles.weight(w.reshape(-1, *w.shape[-2:]), precision.w)
+        )
+        return tiles.dgrad(dy_TN, tiled, w.shape[-1], precision.dy, call.spans(dy_TN), dtype)
+    w_exact = kept if isinstance(kept, Tensor) else round_trip(w, "tile", precision.w)
+    return _multiply(round_trip(dy_TN, "row", precision.dy), w_exact, call).to(dtype)
 
 
 def _wgrad(dy_TN: Tensor, x_TK: Tensor, call: _Call) -> Tensor:
-    """dW = dY^T X."""
-    if call.precision.wgrad == "bf16":
-        if call.bounds is None:
-            return mm_bf16(dy_TN.t(), x_TK)
-        return grouped_mm_wgrad_bf16(dy_TN, x_TK, call.bounds)
-    dy_exact = round_trip(dy_TN, "col", call.precision.dy, call.bounds)
-    x_exact = round_trip(x_TK, "col", call.precision.x, call.bounds)
-    if call.bounds is None:
-        return mm_exact(dy_exact.t(), x_exact)
-    return grouped_mm_wgrad(dy_exact, x_exact, call.bounds)
+    """dW = dY^T X, [N,K] or [E,N,K]."""
+    precision, bounds = call.precision, call.bounds
+    if precision.wgrad == "bf16":
+        return mm_bf16(dy_TN.t(), x_TK) if bounds is None else grouped_mm_wgrad_bf16(dy_TN, x_TK, bounds)
+    if tiles.usable(x_TK):
+        dw_ENK = tiles.wgrad(dy_TN, x_TK, precision.dy, precision.x, call.spans(x_TK))
+        return dw_ENK[0] if bounds is None else dw_ENK
+    dy_exact = round_trip(dy_TN, "col", precision.dy, bounds)
+    x_exact = round_trip(x_TK, "col", precision.x, bounds)
+    return mm_exact(dy_exact.t(), x_exact) if bounds is None else grouped_mm_wgrad(dy_exact, x_exact, bounds)
 
 
 def _multiply(a: Tensor, b: Tensor, call: _Call) -> Tensor:

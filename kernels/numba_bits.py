@@ -5,7 +5,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from numba import njit, types
@@ -21,15 +22,41 @@ MAXIMUM, LAST_KEPT, MULTIPLIER, POWER_OF_TWO, QUANTUM_SHIFT, LEAST_EXPONENT = ra
 Quantum shift (23 - mantissa bits) and least exponent are float32 exponent fields, shifted left by 23.
 """
 
-# fastmath is said out loud: a function without the option inherits it from whichever caller compiles it first.
-# A cached function holds the code of what it calls: after an edit here, delete the *.nbi files beside the modules.
-EXACT = {"nogil": True, "cache": True, "error_model": "numpy", "fastmath": False}
-"""Compile options where every float operation rounds as written."""
-REORDERED = {**EXACT, "fastmath": {"reassoc", "nsz", "contract"}}
-"""Compile options where float sums may be reordered, which is what lets them use vectors."""
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+def exact(function: _Function) -> _Function:
+    """Compile with every float operation rounded as written."""
+    # Said out loud: a function without a fastmath option inherits it from whichever caller compiles it first.
+    return _compile(function, False)
+
+
+def reordered(function: _Function) -> _Function:
+    """Compile with float sums in any order, which is what lets them use vectors."""
+    return _compile(function, {"reassoc", "nsz", "contract"})
+
+
+def _compile(function: _Function, fastmath: bool | set[str]) -> _Function:
+    """Compile on first call, without the interpreter lock, and keep the code on disk where a folder allows it.
+
+    Kept code includes the functions it calls, and their files are not watched: after an edit here, delete the
+    *.nbi files of the other modules.
+    """
+    options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": fastmath}
+    try:
+        return cast(_Function, njit(cache=True, **options)(function))
+    except (
+        RuntimeError
+    ):  # numba's "no locator available": neither the package nor the home folder is writable
+        return cast(_Function, njit(**options)(function))
+
+
+def instruction(function: Callable[..., Any]) -> Any:
+    """A function that writes LLVM instructions itself."""
+    return intrinsic(function)
+
+
+@instruction
 def float_of(typing_context: Any, bits: Any) -> Any:
     """The float32 with these int32 bits."""
 
@@ -39,7 +66,7 @@ def float_of(typing_context: Any, bits: Any) -> Any:
     return types.float32(types.int32), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@instruction
 def bits_of(typing_context: Any, value: Any) -> Any:
     """The int32 bits of this float32."""
 
@@ -49,7 +76,7 @@ def bits_of(typing_context: Any, value: Any) -> Any:
     return types.int32(types.float32), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@instruction
 def fused(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
     """a * b + c in float32 with one rounding."""
 
@@ -59,7 +86,7 @@ def fused(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
     return types.float32(types.float32, types.float32, types.float32), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@instruction
 def wide_vectors(typing_context: Any) -> Any:
     """Let LLVM use 512-bit vectors in the calling function (by itself it stops at 256); speed only."""
 
@@ -71,7 +98,7 @@ def wide_vectors(typing_context: Any) -> Any:
     return types.none(), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@instruction
 def widened(typing_context: Any, bits: Any, shift: Any) -> Any:
     """int32 bits of x in float32 from a bfloat16 (uint16, shift 16) or float32 (int32, shift 0) pattern.
 
@@ -86,19 +113,19 @@ def widened(typing_context: Any, bits: Any, shift: Any) -> Any:
     return types.int32(bits, types.int32), generate
 
 
-@njit(**EXACT)  # type: ignore[untyped-decorator]
+@exact
 def magnitude(bits: Any, shift: Any) -> Any:
     """int32 bits of |x|, x as `widened` takes it."""
     return np.int32(widened(bits, shift) & MAGNITUDE_MASK)
 
 
-@njit(**EXACT)  # type: ignore[untyped-decorator]
+@exact
 def finite_or_zero(bits: Any) -> Any:
     """The magnitude, or 0 for NaN and Inf."""
     return np.int32(0) if bits >= INFINITY_BITS else np.int32(bits)
 
 
-@njit(**EXACT)  # type: ignore[untyped-decorator]
+@exact
 def quotient(x: Any, s: Any, inverse: Any) -> Any:
     """x / s as IEEE division rounds it, for s in the range of `divides_by_inverse`; inverse = fl(1 / s).
 
@@ -110,7 +137,7 @@ def quotient(x: Any, s: Any, inverse: Any) -> Any:
     return fused(fused(np.float32(-y), s, x), inverse, y)
 
 
-@njit(**EXACT)  # type: ignore[untyped-decorator]
+@exact
 def inverse_or_zero(s: Any) -> Any:
     """fl(1 / s) where `quotient` is exact for every x that does not round to zero, otherwise 0.
 
@@ -120,7 +147,7 @@ def inverse_or_zero(s: Any) -> Any:
     return np.float32(np.float32(1.0) / s) if inside else np.float32(0.0)
 
 
-@njit(**EXACT)  # type: ignore[untyped-decorator]
+@exact
 def magic(y: Any, quantum_shift: Any, least_exponent: Any) -> Any:
     """The float that, added to y and taken away again, rounds y to its format's grid with ties to even.
 
@@ -131,13 +158,13 @@ def magic(y: Any, quantum_shift: Any, least_exponent: Any) -> Any:
     return float_of(np.int32(exponent + quantum_shift))
 
 
-@njit(**EXACT)  # type: ignore[untyped-decorator]
+@exact
 def rounded(y: Any, big: Any) -> Any:
     """y on the grid that `big`, from magic(), stands for."""
     return np.float32(np.float32(y + big) - big)
 
 
-@njit(**EXACT)  # type: ignore[untyped-decorator]
+@exact
 def block_scale(amax_bits: Any, grid: Any) -> Any:
     """float32 scale of a block, as `reference.block_scales` defines it; amax as bits."""
     if amax_bits == 0:
@@ -151,7 +178,7 @@ def block_scale(amax_bits: Any, grid: Any) -> Any:
     return np.float32(min(max(scale, 2.0**-149), 2.0**127))
 
 
-@njit(**EXACT)  # type: ignore[untyped-decorator]
+@exact
 def _power_of_two_scale(amax: Any, maximum: Any) -> Any:
     """The smallest power of two at or above amax / maximum: mantissas decide, because a logarithm rounds."""
     fraction, exponent = math.frexp(amax)

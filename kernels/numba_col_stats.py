@@ -7,23 +7,22 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from fp8_safeguard.kernels.numba_bits import (
-    EXACT,
     INFINITY_BITS,
     LAST_KEPT,
     LEAST_EXPONENT,
     MAXIMUM,
     QUANTUM_SHIFT,
-    REORDERED,
     block_scale,
+    exact,
     finite_or_zero,
     float_of,
     inverse_or_zero,
     magic,
     magnitude,
     quotient,
+    reordered,
     rounded,
     wide_vectors,
 )
@@ -51,7 +50,7 @@ CHUNK = 256
 """Columns of a patch: 128 rows of bfloat16 are 64 KiB."""
 
 
-@njit(**EXACT)  # type: ignore[untyped-decorator]
+@exact
 def stats_of_columns(bits_RC: Any, shift: Any, segments: Any, grid: Any, edges: Any, out_S: Any) -> None:
     """`col` statistics of each segment into out [S,29]."""
     wide_vectors()
@@ -75,7 +74,7 @@ def stats_of_columns(bits_RC: Any, shift: Any, segments: Any, grid: Any, edges: 
         out[SUM_SQ:HISTOGRAM] += low
 
 
-@njit(**EXACT)  # type: ignore[untyped-decorator]
+@exact
 def _measure_patch(
     bits_RC: Any,
     shift: Any,
@@ -92,13 +91,13 @@ def _measure_patch(
     wide_vectors()
     top, bottom, left, right = patch
     width = right - left
-    exact = scale_columns(bits_RC, shift, patch, grid, peaks, scratch, out)
+    divide = scale_columns(bits_RC, shift, patch, grid, peaks, scratch, out)
     energy[:] = 0.0
     for row in range(top, bottom):
         zeros, blanks = _round_line(
             bits_RC[row, left:right],
             shift,
-            exact,
+            divide,
             grid,
             scratch[SCALE, :width],
             scratch[INVERSE, :width],
@@ -121,10 +120,8 @@ def _measure_patch(
         sums[2] += energy[NOISE, column]
 
 
-@njit(**EXACT)  # type: ignore[untyped-decorator]
-def scale_columns(
-    bits_RC: Any, shift: Any, patch: Any, grid: Any, peaks: Any, scratch: Any, out: Any
-) -> Any:
+@exact
+def scale_columns(bits_RC: Any, shift: Any, patch: Any, grid: Any, peaks: Any, scratch: Any, out: Any) -> Any:
     """Scales and their inverses of a patch's columns; whether every quotient needs a true division.
 
     amax, NaN, Inf and saturated values go into out.
@@ -154,7 +151,7 @@ def scale_columns(
     return divide
 
 
-@njit(**EXACT)  # type: ignore[untyped-decorator]
+@exact
 def _raise_peaks(bits_W: Any, shift: Any, peaks_W: Any) -> None:
     """Largest magnitude of each column so far, as bits; NaN and Inf are the largest."""
     wide_vectors()
@@ -162,7 +159,7 @@ def _raise_peaks(bits_W: Any, shift: Any, peaks_W: Any) -> None:
         peaks_W[column] = max(peaks_W[column], magnitude(bits_W[column], shift))
 
 
-@njit(**EXACT)  # type: ignore[untyped-decorator]
+@exact
 def _raise_finite_peaks(bits_W: Any, shift: Any, peaks_W: Any, out: Any) -> None:
     """The same over finite elements, NaN and Inf counted into out."""
     nan, inf = 0, 0
@@ -175,7 +172,7 @@ def _raise_finite_peaks(bits_W: Any, shift: Any, peaks_W: Any, out: Any) -> None
     out[INF] += inf
 
 
-@njit(**REORDERED)  # type: ignore[untyped-decorator]
+@reordered
 def _round_line(
     bits_W: Any, shift: Any, divide: Any, grid: Any, s_W: Any, inverse_W: Any, x_W: Any, q_W: Any
 ) -> Any:
@@ -200,7 +197,7 @@ def _round_line(
     return zeros, blanks
 
 
-@njit(**REORDERED)  # type: ignore[untyped-decorator]
+@reordered
 def _line_sums(x_W: Any, q_W: Any, s_W: Any, signal_W: Any, noise_W: Any) -> Any:
     """Add x^2 and (x - xq)^2 to each column's sums; the line's sums of xq^2 and x^4."""
     wide_vectors()

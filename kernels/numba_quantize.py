@@ -8,25 +8,24 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from fp8_safeguard.kernels.numba_bits import (
-    EXACT,
     INFINITY_BITS,
     LEAST_EXPONENT,
     MAGNITUDE_MASK,
     MAXIMUM,
     QUANTUM_SHIFT,
-    REORDERED,
     SIGN_MASK,
     bits_of,
     block_scale,
+    exact,
     finite_or_zero,
     float_of,
     inverse_or_zero,
     magic,
     magnitude,
     quotient,
+    reordered,
     rounded,
     wide_vectors,
     widened,
@@ -36,7 +35,7 @@ NAN_BITS = np.int32(0x7FC00000)
 NAN_CODE = np.int32(0x7F)
 
 
-@njit(**EXACT)  # type: ignore[untyped-decorator]
+@exact
 def encode_blocks(
     bits_RC: Any, shift: Any, segments: Any, block_rows: Any, grid: Any, scales_b: Any, codes_RC: Any
 ) -> None:
@@ -46,7 +45,7 @@ def encode_blocks(
     for segment in range(len(segments) - 1):
         for top in range(segments[segment], segments[segment + 1], block_rows):
             bottom = min(top + block_rows, segments[segment + 1])
-            _scale_blocks(bits_RC, shift, top, bottom, grid, scales_b[row_block])
+            scale_blocks(bits_RC, shift, top, bottom, grid, scales_b[row_block])
             for row in range(top, bottom):
                 for block, left in enumerate(range(0, bits_RC.shape[1], 128)):
                     right = min(left + 128, bits_RC.shape[1])
@@ -55,7 +54,7 @@ def encode_blocks(
             row_block += 1
 
 
-@njit(**EXACT)  # type: ignore[untyped-decorator]
+@exact
 def round_trip_blocks(
     bits_RC: Any, shift: Any, segments: Any, block_rows: Any, grid: Any, out_RC: Any
 ) -> None:
@@ -65,17 +64,17 @@ def round_trip_blocks(
     for segment in range(len(segments) - 1):
         for top in range(segments[segment], segments[segment + 1], block_rows):
             bottom = min(top + block_rows, segments[segment + 1])
-            _scale_blocks(bits_RC, shift, top, bottom, grid, scales_b)
+            scale_blocks(bits_RC, shift, top, bottom, grid, scales_b)
             for row in range(top, bottom):
                 for block, left in enumerate(range(0, bits_RC.shape[1], 128)):
                     right = min(left + 128, bits_RC.shape[1])
-                    _round_trip_line(bits_RC[row, left:right], shift, scales_b[block], grid, out_RC[row, left:right])
+                    _round_trip_line(
+                        bits_RC[row, left:right], shift, scales_b[block], grid, out_RC[row, left:right]
+                    )
 
 
-@njit(**EXACT)  # type: ignore[untyped-decorator]
-def encode_columns(
-    bits_RC: Any, shift: Any, segments: Any, grid: Any, scales_bC: Any, codes_RC: Any
-) -> None:
+@exact
+def encode_columns(bits_RC: Any, shift: Any, segments: Any, grid: Any, scales_bC: Any, codes_RC: Any) -> None:
     """Codes and scales of `col` blocks."""
     wide_vectors()
     inverses_C = np.empty(bits_RC.shape[1], np.float32)
@@ -85,13 +84,13 @@ def encode_columns(
         for top in range(segments[segment], segments[segment + 1], 128):
             bottom = min(top + 128, segments[segment + 1])
             scales_C = scales_bC[row_block]
-            divide = _scale_columns(bits_RC, shift, top, bottom, grid, peaks_C, scales_C, inverses_C)
+            divide = scale_columns(bits_RC, shift, top, bottom, grid, peaks_C, scales_C, inverses_C)
             for row in range(top, bottom):
                 _encode_columns_line(bits_RC[row], shift, divide, scales_C, inverses_C, grid, codes_RC[row])
             row_block += 1
 
 
-@njit(**EXACT)  # type: ignore[untyped-decorator]
+@exact
 def round_trip_columns(bits_RC: Any, shift: Any, segments: Any, grid: Any, out_RC: Any) -> None:
     """Codes times scales of `col` blocks, float32."""
     wide_vectors()
@@ -101,13 +100,13 @@ def round_trip_columns(bits_RC: Any, shift: Any, segments: Any, grid: Any, out_R
     for segment in range(len(segments) - 1):
         for top in range(segments[segment], segments[segment + 1], 128):
             bottom = min(top + 128, segments[segment + 1])
-            divide = _scale_columns(bits_RC, shift, top, bottom, grid, peaks_C, scales_C, inverses_C)
+            divide = scale_columns(bits_RC, shift, top, bottom, grid, peaks_C, scales_C, inverses_C)
             for row in range(top, bottom):
                 _round_trip_columns_line(bits_RC[row], shift, divide, scales_C, inverses_C, grid, out_RC[row])
 
 
-@njit(**REORDERED)  # type: ignore[untyped-decorator]
-def _scale_blocks(bits_RC: Any, shift: Any, top: Any, bottom: Any, grid: Any, scales_b: Any) -> None:
+@reordered
+def scale_blocks(bits_RC: Any, shift: Any, top: Any, bottom: Any, grid: Any, scales_b: Any) -> None:
     """Scales of one row of blocks."""
     wide_vectors()
     columns = bits_RC.shape[1]
@@ -120,8 +119,8 @@ def _scale_blocks(bits_RC: Any, shift: Any, top: Any, bottom: Any, grid: Any, sc
         scales_b[block] = block_scale(peak, grid)
 
 
-@njit(**EXACT)  # type: ignore[untyped-decorator]
-def _scale_columns(
+@exact
+def scale_columns(
     bits_RC: Any, shift: Any, top: Any, bottom: Any, grid: Any, peaks_C: Any, scales_C: Any, inverses_C: Any
 ) -> Any:
     """Scales of one row of `col` blocks, and their inverses; whether any of them needs true divisions."""
@@ -139,7 +138,7 @@ def _scale_columns(
     return divide
 
 
-@njit(**EXACT)  # type: ignore[untyped-decorator]
+@exact
 def _code(bits: Any, y: Any, quantum_shift: Any, least_exponent: Any) -> Any:
     """The code of a clamped ratio y with the sign of bits, or the NaN code where bits are NaN or Inf.
 
@@ -154,7 +153,7 @@ def _code(bits: Any, y: Any, quantum_shift: Any, least_exponent: Any) -> Any:
     return np.uint8(np.int32(code | np.int32(np.int32(bits >> 24) & 0x80)))
 
 
-@njit(**EXACT)  # type: ignore[untyped-decorator]
+@exact
 def _value(bits: Any, q: Any, s: Any) -> Any:
     """q times s with the sign of bits, or NaN where bits are NaN or Inf."""
     value = bits_of(np.float32(q * s))
@@ -163,7 +162,7 @@ def _value(bits: Any, q: Any, s: Any) -> Any:
     return float_of(np.int32(value | np.int32(bits & SIGN_MASK)))
 
 
-@njit(**EXACT)  # type: ignore[untyped-decorator]
+@exact
 def _encode_line(bits_W: Any, shift: Any, s: Any, grid: Any, codes_W: Any) -> None:
     """Codes of one line of a block with scale s."""
     wide_vectors()
@@ -176,7 +175,7 @@ def _encode_line(bits_W: Any, shift: Any, s: Any, grid: Any, codes_W: Any) -> No
         codes_W[column] = _code(bits, min(ratio, maximum), quantum_shift, least_exponent)
 
 
-@njit(**EXACT)  # type: ignore[untyped-decorator]
+@exact
 def _round_trip_line(bits_W: Any, shift: Any, s: Any, grid: Any, out_W: Any) -> None:
     """Codes times scale of one line of a block with scale s."""
     wide_vectors()
@@ -190,7 +189,7 @@ def _round_trip_line(bits_W: Any, shift: Any, s: Any, grid: Any, out_W: Any) -> 
         out_W[column] = _value(bits, rounded(y, magic(y, quantum_shift, least_exponent)), s)
 
 
-@njit(**EXACT)  # type: ignore[untyped-decorator]
+@exact
 def _encode_columns_line(
     bits_W: Any, shift: Any, divide: Any, scales_W: Any, inverses_W: Any, grid: Any, codes_W: Any
 ) -> None:
@@ -205,7 +204,7 @@ def _encode_columns_line(
         codes_W[column] = _code(bits, min(ratio, maximum), quantum_shift, least_exponent)
 
 
-@njit(**EXACT)  # type: ignore[untyped-decorator]
+@exact
 def _round_trip_columns_line(
     bits_W: Any, shift: Any, divide: Any, scales_W: Any, inverses_W: Any, grid: Any, out_W: Any
 ) -> None:

@@ -10,23 +10,22 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from fp8_safeguard.kernels.numba_bits import (
-    EXACT,
     INFINITY_BITS,
     LAST_KEPT,
     LEAST_EXPONENT,
     MAXIMUM,
     QUANTUM_SHIFT,
-    REORDERED,
     block_scale,
+    exact,
     finite_or_zero,
     float_of,
     inverse_or_zero,
     magic,
     magnitude,
     quotient,
+    reordered,
     rounded,
     wide_vectors,
 )
@@ -41,7 +40,7 @@ SIGNAL, NOISE = range(2)
 LOST, BLANK = range(2)
 
 
-@njit(**EXACT)  # type: ignore[untyped-decorator]
+@exact
 def stats_of_blocks(
     bits_RC: Any, shift: Any, segments: Any, block_rows: Any, grid: Any, edges: Any, out_S: Any
 ) -> None:
@@ -73,7 +72,7 @@ def stats_of_blocks(
         out[SUM_SQ:HISTOGRAM] += low
 
 
-@njit(**EXACT)  # type: ignore[untyped-decorator]
+@exact
 def _scale_blocks(bits_RC: Any, shift: Any, patch: Any, grid: Any, scratch: Any, out: Any) -> None:
     """Scales of a patch's blocks into scratch; amax, NaN, Inf and saturated values into out."""
     wide_vectors()
@@ -96,7 +95,7 @@ def _scale_blocks(bits_RC: Any, shift: Any, patch: Any, grid: Any, scratch: Any,
                 out[SATURATED] += _saturated(bits_RC[row, first:last], shift, s, grid)
 
 
-@njit(**EXACT)  # type: ignore[untyped-decorator]
+@exact
 def _measure_line(bits_W: Any, shift: Any, grid: Any, scratch: Any, energy: Any, sums: Any) -> Any:
     """Round a patch's line and take its sums, block by block; finite elements that became and that were zero."""
     wide_vectors()
@@ -121,7 +120,7 @@ def _measure_line(bits_W: Any, shift: Any, grid: Any, scratch: Any, energy: Any,
     return zeros, blanks
 
 
-@njit(**REORDERED)  # type: ignore[untyped-decorator]
+@reordered
 def _line_peak(bits_W: Any, shift: Any) -> Any:
     """Largest magnitude of a line, as bits; NaN and Inf are the largest."""
     wide_vectors()
@@ -131,7 +130,7 @@ def _line_peak(bits_W: Any, shift: Any) -> Any:
     return peak
 
 
-@njit(**REORDERED)  # type: ignore[untyped-decorator]
+@reordered
 def _finite_line_peak(bits_W: Any, shift: Any, out: Any) -> Any:
     """Largest finite magnitude of a line, as bits, its NaN and Inf counted into out."""
     peak = np.int32(0)
@@ -146,7 +145,7 @@ def _finite_line_peak(bits_W: Any, shift: Any, out: Any) -> Any:
     return peak
 
 
-@njit(**EXACT)  # type: ignore[untyped-decorator]
+@exact
 def _saturated(bits_W: Any, shift: Any, s: Any, grid: Any) -> Any:
     """Finite elements of a line that only the clamp keeps from rounding past the maximum."""
     count = 0
@@ -156,7 +155,7 @@ def _saturated(bits_W: Any, shift: Any, s: Any, grid: Any) -> Any:
     return count
 
 
-@njit(**REORDERED)  # type: ignore[untyped-decorator]
+@reordered
 def _round_line(bits_W: Any, shift: Any, s: Any, inverse: Any, grid: Any, x_W: Any, q_W: Any) -> Any:
     """|x| and its rounded |x / s|, 0 where not finite; how many finite elements became and were zero."""
     wide_vectors()
@@ -178,7 +177,7 @@ def _round_line(bits_W: Any, shift: Any, s: Any, inverse: Any, grid: Any, x_W: A
     return zeros, blanks
 
 
-@njit(**REORDERED)  # type: ignore[untyped-decorator]
+@reordered
 def _line_sums(x_W: Any, q_W: Any, s: Any) -> Any:
     """Sums of x^2, xq^2, (x - xq)^2 and x^4 over a line.
 
@@ -198,7 +197,7 @@ def _line_sums(x_W: Any, q_W: Any, s: Any) -> Any:
     return sxx, sqq, see, s4
 
 
-@njit(**EXACT)  # type: ignore[untyped-decorator]
+@exact
 def enter(out: Any, edges: Any, signal: Any, noise: Any) -> None:
     """One block into the histogram, by its ratio of signal to noise; a block of zeros is not counted."""
     if signal > 0.0:
@@ -209,7 +208,7 @@ def enter(out: Any, edges: Any, signal: Any, noise: Any) -> None:
         out[HISTOGRAM + place] += 1.0
 
 
-@njit(**EXACT)  # type: ignore[untyped-decorator]
+@exact
 def add_sums(out: Any, low: Any, sums: Any) -> None:
     """Add a stripe's sums to the totals, keeping what rounding drops in `low` (Knuth's two-sum).
 
@@ -223,7 +222,7 @@ def add_sums(out: Any, low: Any, sums: Any) -> None:
         out[SUM_SQ + index] = after
 
 
-@njit(**EXACT)  # type: ignore[untyped-decorator]
+@exact
 def count_rows(lost: Any, count: Any, columns: Any, out: Any) -> None:
     """The counts that whole rows decide: a row is flushed if all of it is zero now and not all of it was."""
     for row in range(count):

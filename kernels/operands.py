@@ -4,6 +4,9 @@
 
 from __future__ import annotations
 
+import math
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -31,13 +34,14 @@ def check_source(x: Tensor, offsets: Tensor | None) -> None:
         )
 
 
-def as_matrices(x: Tensor) -> Tensor:
-    """x as contiguous [B,R,C]: the last two dimensions are the matrix, a vector is one row."""
-    if x.dim() == 1:
-        return x.contiguous().reshape(1, 1, x.shape[0])
-    rows, columns = x.shape[-2:]
-    batch = x.numel() // (rows * columns) if x.numel() else _product(x.shape[:-2])
-    return x.contiguous().reshape(batch, rows, columns)
+def as_rows(x: Tensor) -> tuple[Tensor, list[int]]:
+    """x as [R,C] and the rows where a matrix starts (and where the last one ends).
+
+    The last two dimensions are the matrix, a vector is one row, and no block crosses two matrices.
+    """
+    rows, columns = (1, x.shape[0]) if x.dim() == 1 else x.shape[-2:]
+    matrices = math.prod(x.shape[:-2])
+    return x.reshape(matrices * rows, columns), [index * rows for index in range(matrices + 1)]
 
 
 def offsets_list(offsets: Tensor, rows: int) -> list[int]:
@@ -51,17 +55,9 @@ def offsets_list(offsets: Tensor, rows: int) -> list[int]:
             "build it for example with torch.cat([zero, counts.cumsum(0)]).int()"
         )
     bounds: list[int] = offsets.tolist()
-    falls = any(end < start for start, end in zip(bounds, bounds[1:], strict=False))
+    falls = any(end < start for start, end in pairwise(bounds))
     if bounds[0] != 0 or falls or bounds[-1] > rows:
         raise OffsetsError(
             f"offsets {bounds} must start at 0, never fall and end at most at {rows}, the rows of x"
         )
     return bounds
-
-
-def _product(sizes: torch.Size) -> int:
-    """Product of sizes, 1 when there are none."""
-    result = 1
-    for size in sizes:
-        result *= size
-    return result

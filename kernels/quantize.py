@@ -6,13 +6,13 @@ from __future__ import annotations
 
 from typing import Literal, overload
 
-import torch
 from torch import Tensor
 
-from fp8_safeguard.kernels import reference
-from fp8_safeguard.kernels.codes import CodeFormat
+from fp8_safeguard.kernels import compiled, reference
+from fp8_safeguard.kernels.codes import BLOCK
+from fp8_safeguard.kernels.dispatch import is_compiled
 from fp8_safeguard.kernels.errors import OffsetsError
-from fp8_safeguard.kernels.operands import as_matrices, check_options, check_source, offsets_list
+from fp8_safeguard.kernels.operands import as_rows, check_options, check_source, offsets_list
 from fp8_safeguard.kernels.quantized import QuantizedTensor
 from fp8_safeguard.kernels.stats import tensor_stats
 
@@ -49,12 +49,13 @@ def quantize(
     check_source(x, offsets)
     source = x.detach()
     kept = None if layout == "row" else offsets
-    if kept is None:
-        codes, scales = _quantize_matrices(as_matrices(source), layout, code_format, scale, multiplier)
-        codes, scales = codes.reshape(x.shape), _scale_shape(scales, x)
-    else:
-        codes, scales = _quantize_segments(source, kept, layout, code_format, scale, multiplier)
-    result = QuantizedTensor(codes, scales, layout, fmt, kept)
+    x_RC, bounds = as_rows(source)
+    if kept is not None:
+        bounds = _covering(kept, x.shape[0])
+    implementation = compiled if is_compiled(x) else reference
+    codes, scales = implementation.quantize_rows(x_RC, bounds, layout, code_format, scale, multiplier)
+    scales = scales if kept is not None else _scale_shape(scales, x, layout)
+    result = QuantizedTensor(codes.reshape(x.shape), scales, layout, fmt, kept)
     if not stats:
         return result
     measured = tensor_stats(
@@ -63,33 +64,20 @@ def quantize(
     return result, measured
 
 
-def _quantize_matrices(
-    x_BRC: Tensor, layout: str, code_format: CodeFormat, scale: str, multiplier: float
-) -> tuple[Tensor, Tensor]:
-    """Codes [B,R,C] and scales [B,Rb,Cb] of matrices."""
-    return reference.quantize_matrices(x_BRC.float(), layout, code_format, scale, multiplier)
-
-
-def _quantize_segments(
-    x_RC: Tensor, offsets: Tensor, layout: str, code_format: CodeFormat, scale: str, multiplier: float
-) -> tuple[Tensor, Tensor]:
-    """Codes [R,C] and scales [sum of row blocks, C or Cb] of rows split by expert."""
-    bounds = offsets_list(offsets, x_RC.shape[0])
-    if bounds[-1] != x_RC.shape[0]:
+def _covering(offsets: Tensor, rows: int) -> list[int]:
+    """Expert offsets as integers, once they cover every row."""
+    bounds = offsets_list(offsets, rows)
+    if bounds[-1] != rows:
         raise OffsetsError(
-            f"offsets end at {bounds[-1]} but x has {x_RC.shape[0]} rows: every row needs an expert to be "
-            "quantised, so cut the padding off first"
+            f"offsets end at {bounds[-1]} but x has {rows} rows: every row needs an expert to be quantised, so cut "
+            "the padding off first"
         )
-    parts = [
-        _quantize_matrices(as_matrices(x_RC[start:end]), layout, code_format, scale, multiplier)
-        for start, end in zip(bounds, bounds[1:], strict=False)
-    ]
-    codes = torch.cat([part[0][0].view(torch.uint8) for part in parts]).view(code_format.dtype)
-    return codes, torch.cat([part[1][0] for part in parts])
+    return bounds
 
 
-def _scale_shape(scales_BRbCb: Tensor, x: Tensor) -> Tensor:
-    """Scales with x's leading dimensions; a vector's scales have one dimension."""
+def _scale_shape(scales: Tensor, x: Tensor, layout: str) -> Tensor:
+    """Scales of all matrices' row blocks with x's leading dimensions; a vector's have one dimension."""
     if x.dim() == 1:
-        return scales_BRbCb.reshape(-1)
-    return scales_BRbCb.reshape(*x.shape[:-2], *scales_BRbCb.shape[1:])
+        return scales.reshape(-1)
+    row_blocks = x.shape[-2] if layout == "row" else -(-x.shape[-2] // BLOCK)
+    return scales.reshape(*x.shape[:-2], row_blocks, scales.shape[1])

@@ -1,20 +1,67 @@
 """Eager torch definition of quantisation and of TensorStats, bit for bit."""
 
-# Shapes: B matrices, R rows, C columns; r x c the block, Rb and Cb blocks along rows and columns.
+# Shapes: B matrices, R rows, C columns; r x c the block, Rb and Cb blocks along rows and columns; S segments of rows.
 
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from fp8_safeguard.kernels.codes import NAN_CODE, CodeFormat
 from fp8_safeguard.monitor.formats import SCALE_CEILING, SCALE_FLOOR
-from fp8_safeguard.monitor.stats import BLOCK_SHAPES, HISTOGRAM_BINS, TILE_SQNR_EDGES_DB
+from fp8_safeguard.monitor.stats import BLOCK_SHAPES, HISTOGRAM_BINS, TILE_SQNR_EDGES_DB, VECTOR_LENGTH
 
 SQNR_RATIO_EDGES = tuple(10.0 ** (edge / 10.0) for edge in TILE_SQNR_EDGES_DB[1:-1].tolist())
 """Inner edges of the histogram as ratios of sums; the outer two are 0 and infinity."""
+
+
+def quantize_rows(
+    x_RC: Tensor, bounds: list[int], layout: str, code_format: CodeFormat, scale: str, multiplier: float
+) -> tuple[Tensor, Tensor]:
+    """Codes [R,C] and float32 scales of all row blocks, those of each segment after the one before."""
+    parts = [
+        quantize_matrices(x_BRC, layout, code_format, scale, multiplier) for x_BRC in _segments(x_RC, bounds)
+    ]
+    codes = torch.cat([codes.view(torch.uint8).flatten(0, 1) for codes, _ in parts])
+    return codes.view(code_format.dtype), torch.cat([scales.flatten(0, 1) for _, scales in parts])
+
+
+def round_trip_rows(
+    x_RC: Tensor, bounds: list[int], layout: str, code_format: CodeFormat, scale: str, multiplier: float
+) -> Tensor:
+    """Codes times scales, float32 [R,C]; rows outside the segments are unspecified."""
+    out_RC = torch.zeros(x_RC.shape, dtype=torch.float32, device=x_RC.device)
+    start = 0
+    for x_BRC in _segments(x_RC, bounds):
+        codes, scales = quantize_matrices(x_BRC, layout, code_format, scale, multiplier)
+        values = _unblocked(_blocked(codes.float(), layout) * scales[:, :, None, :, None], x_BRC.shape)
+        end = start + values.shape[0] * values.shape[1]
+        out_RC[start:end] = values.flatten(0, 1)
+        start = end
+    return out_RC
+
+
+def stats_of_rows(
+    x_RC: Tensor, bounds: list[int], layout: str, code_format: CodeFormat, scale: str, multiplier: float
+) -> Tensor:
+    """TensorStats vectors of the segments, float64 [S,29]."""
+    vectors = [
+        stats_of_matrices(x_RC[start:end].float()[None], layout, code_format, scale, multiplier)
+        for start, end in pairwise(bounds)
+    ]
+    return torch.stack(vectors) if vectors else x_RC.new_zeros((0, VECTOR_LENGTH), dtype=torch.float64)
+
+
+def _segments(x_RC: Tensor, bounds: list[int]) -> list[Tensor]:
+    """The segments as float32 [B,R,C]: one tensor if all have the same number of rows, else one each."""
+    x_RC = x_RC[: bounds[-1]].float()
+    lengths = {end - start for start, end in pairwise(bounds)}
+    if len(lengths) == 1:
+        return [x_RC.reshape(len(bounds) - 1, lengths.pop(), x_RC.shape[1])]
+    return [x_RC[start:end][None] for start, end in pairwise(bounds)]
 
 
 def block_scales(amax: Tensor, code_format: CodeFormat, scale: str, multiplier: float) -> Tensor:
@@ -124,11 +171,3 @@ def _scale_shape(x_blocks: Tensor) -> tuple[int, ...]:
     """Shape of one number per block, block dimensions kept."""
     batch, row_blocks, _, col_blocks, _ = x_blocks.shape
     return batch, row_blocks, 1, col_blocks, 1
-
-
-def round_trip_matrices(
-    x_BRC: Tensor, layout: str, code_format: CodeFormat, scale: str, multiplier: float
-) -> Tensor:
-    """Codes x scales of float32 matrices, float32 [B,R,C]: one rounding each."""
-    codes, scales = quantize_matrices(x_BRC, layout, code_format, scale, multiplier)
-    return _unblocked(_blocked(codes.float(), layout) * scales[:, :, None, :, None], x_BRC.shape)

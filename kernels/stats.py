@@ -4,11 +4,14 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from fp8_safeguard.kernels import reference
-from fp8_safeguard.kernels.operands import as_matrices, check_options, check_source, offsets_list
+from fp8_safeguard.kernels import compiled, reference
+from fp8_safeguard.kernels.dispatch import is_compiled
+from fp8_safeguard.kernels.operands import as_rows, check_options, check_source, offsets_list
+from fp8_safeguard.monitor.stats import COLUMNS, VECTOR_LENGTH
+
+_AMAX = COLUMNS.index("amax")
 
 
 def tensor_stats(
@@ -29,16 +32,18 @@ def tensor_stats(
     """
     code_format = check_options(layout, fmt, scale, multiplier)
     check_source(x, offsets)
-    source = x.detach()
-    if offsets is None:
-        return reference.stats_of_matrices(
-            as_matrices(source).float(), layout, code_format, scale, multiplier
-        )
-    bounds = offsets_list(offsets, x.shape[0])
-    parts = [
-        reference.stats_of_matrices(
-            as_matrices(source[start:end]).float(), layout, code_format, scale, multiplier
-        )
-        for start, end in zip(bounds, bounds[1:], strict=False)
-    ]
-    return torch.stack(parts) if parts else torch.zeros(0, 29, dtype=torch.float64, device=x.device)
+    x_RC, bounds = as_rows(x.detach())
+    bounds = bounds if offsets is None else offsets_list(offsets, x.shape[0])
+    # Rows are blocks of their own in `row`, so matrices need not be told apart.
+    bounds = [0, x_RC.shape[0]] if offsets is None and layout == "row" else bounds
+    implementation = compiled if is_compiled(x) else reference
+    vectors_S = implementation.stats_of_rows(x_RC, bounds, layout, code_format, scale, multiplier)
+    return vectors_S if offsets is not None else merge_stats(vectors_S)
+
+
+def merge_stats(vectors_S: Tensor) -> Tensor:
+    """TensorStats [S] of parts [..., S] quantised as they were: sums, the maximum for amax (NaN wins)."""
+    parts = vectors_S.reshape(-1, VECTOR_LENGTH)
+    merged = parts.sum(dim=0)
+    merged[_AMAX] = parts[:, _AMAX].max() if len(parts) else 0.0
+    return merged

@@ -1,4 +1,4 @@
-"""The fallback budget: how much of the linear layers' arithmetic may run in BF16.
+"""The fallback budget: how much arithmetic may run in BF16.
 
 A GEMM of a layer costs 2 T K N operations, and all three of a layer cost the same. T, K and N come from the statistics: x
 has T K elements, dy has T N, and either has T rows, so 2 T K N = 2 (x.count) (dy.count) / rows. For an expert layer that
@@ -7,6 +7,7 @@ counts each token once for each expert that it visits, which is what is computed
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -40,19 +41,25 @@ class Costs:
             else Costs({**self.layers, **found})
         )
 
+    @cached_property
+    def _average(self) -> float:
+        known = [cost for cost in self.layers.values() if cost]
+        return sum(known) / len(known) if known else 1.0
+
+    @cached_property
+    def _total(self) -> float:
+        return len(GEMMS) * sum(cost or self._average for cost in self.layers.values())
+
     def of(self, layer: str) -> float:
         """Operations of one GEMM of the layer; a layer not measured yet counts as an average one."""
-        known = [cost for cost in self.layers.values() if cost]
-        return self.layers.get(layer) or (sum(known) / len(known) if known else 1.0)
+        return self.layers.get(layer) or self._average
 
     def share(self, gemms: Iterable[tuple[str, str]]) -> float:
         """Part of all GEMMs' operations that these (layer, gemm) make; 0 where no layer is known."""
-        known = [cost for cost in self.layers.values() if cost]
-        average = sum(known) / len(known) if known else 1.0
-        costs = {layer: cost or average for layer, cost in self.layers.items()}
-        total = len(GEMMS) * sum(costs.values())
-        spent = sum(costs.get(layer, average) for layer, _ in sorted(set(gemms)))
-        return spent / total if total else 0.0
+        if not self._total:
+            return 0.0
+        # In a fixed order: a sum of floats must not depend on that of a set.
+        return sum(self.of(layer) for layer, _ in sorted(set(gemms))) / self._total
 
 
 def fallbacks(plan: Plan) -> set[tuple[str, str]]:

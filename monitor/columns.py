@@ -1,4 +1,4 @@
-"""Columns of a sample: arrays over slots with nulls, and their wire form.
+"""Columns of a sample: arrays over slots, and their wire form.
 
 A column is a list (JSON; null, numbers, and for measured values the three non-finite words) or raw little-endian bytes
 (msgpack): {"dtype": "int64" | "float64", "data": bytes, "nulls": [slot positions]}. In raw bytes a NaN is a measured NaN;
@@ -21,7 +21,7 @@ from fp8_safeguard.monitor.metrics import (
     undefined,
 )
 from fp8_safeguard.monitor.numbers import NumberError, decode_count, decode_number, encode_number
-from fp8_safeguard.monitor.slots import Slot
+from fp8_safeguard.monitor.slots import INT64_MAX, Slot
 from fp8_safeguard.monitor.stats import TensorStats
 
 _DTYPES = {"int64": "<i8", "<i8": "<i8", "float64": "<f8", "<f8": "<f8"}
@@ -167,18 +167,16 @@ def _array(name: str, values: Sequence[Any]) -> NDArray[Any]:
 
 
 def _read_fast(name: str, wire: Sequence[Any]) -> tuple[NDArray[Any], NDArray[np.bool_]] | None:
-    """Whole list at once where every value is a plain number; None where a closer look is needed."""
+    """Whole list at once where every value is null or a plain number; None where a closer look is needed."""
     kinds = set(map(type, wire))
+    if not kinds <= ({int, type(None)} if name in COUNT_COLUMNS else {int, float, type(None)}):
+        return None
+    null = np.array([value is None for value in wire], dtype=bool)
     try:
-        if name in COUNT_COLUMNS and kinds <= {int}:
-            counts = np.array(wire, dtype=np.int64)
-            return (counts, np.zeros(len(wire), dtype=bool)) if (counts >= 0).all() else None
-        if name not in COUNT_COLUMNS and kinds <= {int, float}:
-            values = np.array(wire, dtype=np.float64)
-            return None if (values < 0).any() else (values, np.zeros(len(wire), dtype=bool))
+        values = _array(name, wire)
     except OverflowError:
         return None
-    return None
+    return None if (values < 0).any() else (values, null)
 
 
 def _read_values(
@@ -208,20 +206,24 @@ def _decode_sum(item: Any) -> float | None:
 def _read_histogram_list(
     wire: Sequence[Any], report: Report
 ) -> tuple[NDArray[Any], NDArray[np.bool_]] | None:
-    rows: list[Any] = []
     faults = 0
-    for position, item in enumerate(wire):
-        if item is None:
-            rows.append(None)
-        elif not isinstance(item, (list, tuple)) or len(item) != HISTOGRAM_BINS:
+    for position, bins in enumerate(wire):
+        if bins is None or _plain_bins(bins):
+            continue
+        if not isinstance(bins, (list, tuple)) or len(bins) != HISTOGRAM_BINS:
             report(f"/{position}", f"a histogram is a list of {HISTOGRAM_BINS} counts")
             faults += 1
         else:
-            rows.append(item)
-            faults += _check_bins(position, item, report)
+            faults += _check_bins(position, bins, report)
     if faults:
         return None
-    return _array(HISTOGRAM, rows), np.array([row is None for row in rows], dtype=bool)
+    return _array(HISTOGRAM, wire), np.array([bins is None for bins in wire], dtype=bool)
+
+
+def _plain_bins(bins: Any) -> bool:
+    """Whether a histogram is right at first sight; if not, a closer look finds the fault or clears it."""
+    usual = isinstance(bins, (list, tuple)) and len(bins) == HISTOGRAM_BINS and set(map(type, bins)) == {int}
+    return usual and min(bins) >= 0 and max(bins) <= INT64_MAX
 
 
 def _check_bins(position: int, bins: Sequence[Any], report: Report) -> int:

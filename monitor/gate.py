@@ -1,6 +1,5 @@
 """Lets candidates become decisions: dwell, pins, plan, proposals, budget and mode."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -192,7 +191,7 @@ class Gate:
             self.changes[key] = change_of(decision, self.changes.get(key), self.step)
 
     def _advise(self, candidate: Candidate, remark: str, extra: Mapping[str, Any] | None = None) -> None:
-        key = json.dumps([candidate.layer, candidate.target.key, candidate.rule])
+        key = place(candidate.layer, candidate.target, candidate.rule)
         if key not in self.advised:
             self._record(candidate, "advice", candidate.because + remark, "proposed", extra or {})
         self.advised[key] = self.step

@@ -80,7 +80,7 @@ def _kurtosis(columns: Columns) -> FloatArray:
 def _tile_sqnr_p01(columns: Columns) -> FloatArray:
     histogram = np.nan_to_num(columns[HISTOGRAM]).astype(np.int64).reshape(-1, HISTOGRAM_BINS)
     blocks = histogram.sum(axis=1, keepdims=True)
-    # In integers: 0.01 * 700 is 7.000000000000001 in floating point, whose ceiling is 8.
+    # ceil(0.01 n) in integers: no number of blocks can round across a rank.
     rank = (blocks + 99) // 100
     bins = np.argmax(np.cumsum(histogram, axis=1) >= rank, axis=1)
     lower_edges: FloatArray = TILE_SQNR_EDGES_DB[bins]

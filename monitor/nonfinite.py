@@ -1,7 +1,8 @@
-"""Where NaN and Inf values began: the one place to blame when every slot holds them.
+"""Finds the one place where NaN and Inf values began.
 
-A NaN in one expert makes the whole step non-finite downstream, so the earliest layer of the forward pass is named; only
-where the forward pass is clean, the earliest of the backward pass, which is the last layer.
+When every slot holds them, one place is to blame. A NaN in one expert makes the whole step non-finite downstream, so the
+earliest layer of the forward pass is named; only where the forward pass is clean, the earliest of the backward pass, which
+is the last layer.
 """
 
 import json
@@ -44,9 +45,9 @@ class Origin:
         return key_of(self.slot.layer, self.forward)
 
     def breach(self, severity: str) -> Breach:
-        """As a breach, for alerts and reasons."""
+        """As a breach, for alerts and reasons. Instant: even an isolated one is worth an alert."""
         level: Any = severity
-        return Breach(RULE, self.slot, self.count, level, 0.0, False, self.key)
+        return Breach(RULE, self.slot, self.count, level, 0.0, True, self.key)
 
 
 def key_of(layer: str, forward: bool) -> str:

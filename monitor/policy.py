@@ -236,12 +236,16 @@ def _nonfinite(origin: Origin | None, breaches: Mapping[str, Breach]) -> list[Ca
 def _admitted(
     compiled: SlotList, found: Iterable[Breach], evidence: Mapping[str, Evidence]
 ) -> NDArray[np.bool_]:
-    """Which values [own, 2] enter the history: not those beyond a level relative to it, unless for long."""
+    """Which values [own, 2] enter the history: not those beyond a level relative to it, unless for long.
+
+    What reaches an act level never does: a fault is not a new normal, however long it lasts.
+    """
     admit = np.ones((len(compiled.own), 2), dtype=bool)
     for breach in found:
         row = compiled.own_row.get(breach.slot.key)
         relative = breach.rule.watch_over_median is not None
-        if relative and row is not None and evidence[breach.key].watch <= RELEARN_SAMPLES:
+        recent = breach.severity == "act" or evidence[breach.key].watch <= RELEARN_SAMPLES
+        if relative and row is not None and recent:
             admit[row, 1 if breach.rule.metric == "kurtosis" else 0] = False
     return admit
 

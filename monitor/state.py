@@ -1,6 +1,5 @@
 """What the policy remembers between steps, and its JSON form."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -100,10 +99,10 @@ class PolicyState:
 
 
 def spot(layer: str, target: Target) -> str:
-    """Key of one target of one layer."""
-    return json.dumps([layer, target.key])
+    """Key of one target of one layer. A layer may hold any character, but a target's key no bar: the last one parts them."""
+    return f"{layer}|{target.key}"
 
 
 def place(layer: str, target: Target, action: str) -> str:
     """Key of one action at one spot."""
-    return json.dumps([layer, target.key, action])
+    return f"{layer}|{target.key}|{action}"

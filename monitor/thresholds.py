@@ -1,4 +1,4 @@
-"""Threshold presets: which values of which metric are worth watching or acting on.
+"""Threshold presets: which values are worth watching or acting on.
 
 `floor`, the default, is per operand, layout and gemm, relative to the format's noise floor and to the slot's own median.
 Its values were measured on a small FP8 mixture-of-experts model: none fires in 12,000 healthy slot samples of 4 seeds, 11 of

@@ -42,7 +42,8 @@ class StrictJSONResponse(Response):
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        return strict_dumps(content).encode()
+        # Only an error that quotes its request can hold a lone surrogate, which UTF-8 cannot carry.
+        return strict_dumps(content).encode("utf-8", errors="replace")
 
 
 class ProblemResponse(StrictJSONResponse):

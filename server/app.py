@@ -33,22 +33,14 @@ def create_app(
     check_bind(settings)
     store = open_store(settings, clock)
     upgrade(store)
-    registry = registry if registry is not None else CollectorRegistry()
-    registry.register(RunCollector(store, settings))
+    meters = IngestMeters()
     context = Context(
         settings=settings,
         store=store,
         events=Broadcast(settings.sse_queue_events),
-        meters=IngestMeters(registry),
+        meters=meters,
         clock=clock,
     )
-
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        yield
-        context.events.close()
-        store.close()
-
     app = FastAPI(
         title="fp8-safeguard",
         version=version("fp8-safeguard"),
@@ -56,14 +48,28 @@ def create_app(
         # The stock pages load their assets from a content delivery network.
         docs_url=None,
         redoc_url=None,
-        lifespan=lifespan,
+        lifespan=_lifespan,
     )
     app.state.context = context
     app.state.store = store
-    app.state.registry = registry
+    app.state.registry = registry if registry is not None else CollectorRegistry()
+    app.state.registry.register(meters)
+    app.state.registry.register(RunCollector(store, settings))
     problems.install(app)
+    _include_routes(app)
+    return app
+
+
+@asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    yield
+    app.state.context.events.close()
+    app.state.context.store.close()
+
+
+def _include_routes(app: FastAPI) -> None:
     app.include_router(health.router)
+    # `/runs/{run}:kill-switch` goes before `/runs/{run}`, which would match it too.
     for part in (ingest, decisions, alerts, runs, queries, events):
         app.include_router(part.router, prefix=API_PREFIX)
     app.include_router(pages.router)
-    return app

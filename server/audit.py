@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from sqlalchemy import Connection, Row, select
+from sqlalchemy import Connection, Row, bindparam, select
 
 from fp8_safeguard.monitor.alerts import Alert
 from fp8_safeguard.monitor.plan import Decision, Plan
@@ -19,32 +19,31 @@ from fp8_safeguard.server.tables import alerts, decisions, pins
 def record_decisions(
     conn: Connection, run: Row[Any], made: Iterable[Decision], plan_version: int, now: float
 ) -> list[dict[str, Any]]:
-    """Store decisions; `plan_version` is that of the plan which holds those that changed it."""
-    return [record_decision(conn, run, decision, plan_version, now) for decision in made]
+    """Store decisions and return them as the contract shows them.
+
+    `plan_version` is that of the plan which holds those that changed it.
+    """
+    rows = [_decision_row(run, decision, plan_version, now) for decision in made]
+    if not rows:
+        return []
+    insert = decisions.insert().returning(*decisions.c, sort_by_parameter_order=True)
+    return [decision_item(row) for row in conn.execute(insert, rows)]
 
 
-def record_decision(
-    conn: Connection, run: Row[Any], decision: Decision, plan_version: int, now: float
-) -> dict[str, Any]:
-    """Store one decision and return it as the contract shows it."""
+def _decision_row(run: Row[Any], decision: Decision, plan_version: int, now: float) -> dict[str, Any]:
     in_plan = decision.state in ("approved", "sent") and decision.action != "advice"
-    added = conn.execute(
-        decisions.insert()
-        .values(
-            id=decision.id,
-            run_id=run.id,
-            step=decision.step,
-            layer=decision.layer,
-            action=decision.action,
-            mode=decision.mode,
-            state=decision.state,
-            plan_version=plan_version if in_plan else None,
-            body=strict_dumps(decision.to_wire()),
-            created_at=now,
-        )
-        .returning(*decisions.c)
-    )
-    return decision_item(added.one())
+    return {
+        "id": decision.id,
+        "run_id": run.id,
+        "step": decision.step,
+        "layer": decision.layer,
+        "action": decision.action,
+        "mode": decision.mode,
+        "state": decision.state,
+        "plan_version": plan_version if in_plan else None,
+        "body": strict_dumps(decision.to_wire()),
+        "created_at": now,
+    }
 
 
 def mark_sent(conn: Connection, run: Row[Any]) -> list[Event]:
@@ -100,47 +99,66 @@ def record_alerts(
     conn: Connection, run: Row[Any], attempt_id: int, before: PolicyState, after: PolicyState, now: float
 ) -> list[dict[str, Any]]:
     """Store what opened, changed and closed between two states; the newly opened or worsened ones."""
-    raised = []
-    for key, alert in after.alerts.items():
-        old = before.alerts.get(key)
-        if old is None:
-            raised.append(_open(conn, run, attempt_id, key, alert, now))
-        elif old != alert:
-            item = _update(conn, run, key, alert, now)
-            if (old.severity, alert.severity) == ("watch", "act"):
-                raised.append(item)
+    opened = {key: alert for key, alert in after.alerts.items() if key not in before.alerts}
+    old = {key: before.alerts[key] for key in after.alerts if key not in opened}
+    changed = {key: after.alerts[key] for key, alert in old.items() if alert != after.alerts[key]}
+    worse = [key for key in changed if (old[key].severity, changed[key].severity) == ("watch", "act")]
+    _update(conn, run, changed)
     close_alerts(conn, run, [key for key in before.alerts if key not in after.alerts])
-    return raised
+    raised = _open(conn, run, attempt_id, opened, now)
+    return [*raised, *(alert_item(row, run.name, now) for row in _stored(conn, run, worse))]
+
+
+def begin_attempt(conn: Connection, run: Row[Any], attempt_id: int, state: PolicyState, now: float) -> None:
+    """Open exactly the alerts, and keep exactly the proposals, that the attempt starts with."""
+    mine = select(alerts.c.key).where(alerts.c.run_id == run.id, alerts.c.state == "open")
+    stored = set(conn.execute(mine).scalars())
+    close_alerts(conn, run, sorted(stored - state.alerts.keys()))
+    missing = {key: alert for key, alert in state.alerts.items() if key not in stored}
+    _open(conn, run, attempt_id, missing, now)
+    kept = [made.decision_id for made in state.proposals.values()]
+    asked = (decisions.c.run_id == run.id, decisions.c.state == "proposed", decisions.c.action != "advice")
+    conn.execute(decisions.update().where(*asked, decisions.c.id.not_in(kept)).values(state="expired"))
 
 
 def close_alerts(conn: Connection, run: Row[Any], keys: list[str]) -> None:
     """Resolve open alerts."""
-    for key in keys:
-        conn.execute(alerts.update().where(*_is_open(run, key)).values(state="resolved"))
+    if keys:
+        close = alerts.update().where(*_is_open(run)).values(state="resolved")
+        conn.execute(close, [{"open_key": key} for key in keys])
 
 
-def _is_open(run: Row[Any], key: str) -> tuple[Any, ...]:
-    return (alerts.c.run_id == run.id, alerts.c.key == key, alerts.c.state == "open")
+def _is_open(run: Row[Any]) -> tuple[Any, ...]:
+    """The open alert of a run under the parameter `open_key`."""
+    return (alerts.c.run_id == run.id, alerts.c.state == "open", alerts.c.key == bindparam("open_key"))
 
 
 def _open(
-    conn: Connection, run: Row[Any], attempt_id: int, key: str, alert: Alert, now: float
-) -> dict[str, Any]:
-    row = {
-        "run_id": run.id,
-        "attempt_id": attempt_id,
-        "key": key,
-        "state": "open",
-        "created_at": now,
-        **_changing(alert),
-    }
-    added = conn.execute(alerts.insert().values(row).returning(*alerts.c)).one()
-    return alert_item(added, run.name, now)
+    conn: Connection, run: Row[Any], attempt_id: int, opened: dict[str, Alert], now: float
+) -> list[dict[str, Any]]:
+    common = {"run_id": run.id, "attempt_id": attempt_id, "state": "open", "created_at": now}
+    rows = [{**common, "key": key, **_changing(alert)} for key, alert in opened.items()]
+    if not rows:
+        return []
+    insert = alerts.insert().returning(*alerts.c, sort_by_parameter_order=True)
+    return [alert_item(row, run.name, now) for row in conn.execute(insert, rows)]
 
 
-def _update(conn: Connection, run: Row[Any], key: str, alert: Alert, now: float) -> dict[str, Any]:
-    query = alerts.update().where(*_is_open(run, key)).values(_changing(alert)).returning(*alerts.c)
-    return alert_item(conn.execute(query).one(), run.name, now)
+def _update(conn: Connection, run: Row[Any], changed: dict[str, Alert]) -> None:
+    # One prepared statement for all: a run in trouble has hundreds of open alerts, each new at every step.
+    rows = [
+        {"open_key": key, **{f"new_{name}": value for name, value in _changing(alert).items()}}
+        for key, alert in changed.items()
+    ]
+    if rows:
+        names = ("rule", "severity", "layer", "body")
+        values: dict[str, Any] = {name: bindparam(f"new_{name}") for name in names}
+        conn.execute(alerts.update().where(*_is_open(run)).values(values), rows)
+
+
+def _stored(conn: Connection, run: Row[Any], keys: list[str]) -> list[Row[Any]]:
+    query = select(alerts).where(*_is_open(run))
+    return [conn.execute(query, {"open_key": key}).one() for key in keys]
 
 
 def _changing(alert: Alert) -> dict[str, Any]:

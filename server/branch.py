@@ -1,4 +1,4 @@
-"""Which attempt speaks for a step: the live branch of a run's tree of attempts."""
+"""The live branch: which attempt of a run speaks for a step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

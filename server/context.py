@@ -1,4 +1,4 @@
-"""What every request works with: settings, store, live events, counters and the clock."""
+"""What every request works with: settings, store, events, counters, clock."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

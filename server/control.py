@@ -1,6 +1,7 @@
 """What people change: mode, decisions, pins and the kill switch."""
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -158,10 +159,7 @@ def put_pin(conn: Connection, run: str, pin: Mapping[str, Any], actor: str, now:
     row = find_run(conn, run)
     layer, target = _pin_place(conn, row, pin)
     action, value = pin.get("action"), pin.get("value")
-    if action is not None and action not in ACTIONS:
-        raise invalid(
-            f"action {action!r} is not one of {', '.join(ACTIONS)}", [("/action", "unknown action")]
-        )
+    _check_action(action, value)
     events = _release(conn, row, layer, target, actor)
     body = {"layer": layer, "target": target.to_wire(), "action": action, "value": value, "actor": actor}
     decision_id = None
@@ -174,6 +172,16 @@ def put_pin(conn: Connection, run: str, pin: Mapping[str, Any], actor: str, now:
     key = {"run_id": row.id, "layer": layer, "target": target.key}
     conn.execute(pins.insert().values(**key, body=strict_dumps(body)))
     return body, events
+
+
+def _check_action(action: Any, value: Any) -> None:
+    if action is not None and action not in ACTIONS:
+        raise invalid(
+            f"action {action!r} is not one of {', '.join(ACTIONS)}", [("/action", "unknown action")]
+        )
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < math.inf
+    if value is not None and not number and not (isinstance(value, str) and value.isprintable()):
+        raise invalid(f"value {value!r} is neither a finite number nor a name", [("/value", "not a value")])
 
 
 def delete_pin(conn: Connection, run: str, pin: Mapping[str, Any], actor: str) -> list[Event]:
@@ -240,7 +248,7 @@ def _decide_by_hand(
     )
     after = policy.approve(replace(before, decisions_made=before.decisions_made + 1), decision, step)
     save_state(conn, run, attempt.id, after, config_of(conn, run))
-    item = audit.record_decision(conn, run, decision, after.plan.version, now)
+    (item,) = audit.record_decisions(conn, run, [decision], after.plan.version, now)
     return item, [Event(run=run.name, kind="decision", data=item), *_plan_events(run, before, after)]
 
 

@@ -61,6 +61,8 @@ def _decide_ready(conn: Connection, run: Row[Any], attempt: Row[Any], raised: Ra
     ready = _ready_steps(conn, attempt, state.last_step)
     if not ready and not fresh:
         return
+    if fresh:
+        audit.begin_attempt(conn, run, attempt.id, state, now)
     config = config_of(conn, run)
     begun = state
     for step in ready:

@@ -1,4 +1,4 @@
-"""Live events of a run, handed from the ingest threads to the readers of its stream."""
+"""Live events of a run, handed from ingest threads to streams."""
 
 import asyncio
 import itertools

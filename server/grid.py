@@ -130,7 +130,7 @@ class Grid:
 
     def _merge(self, name: str) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
         shape = (*self.shape, HISTOGRAM_BINS) if name == HISTOGRAM else self.shape
-        total = np.zeros(shape)
+        total = np.full(shape, _neutral(name))
         present = np.zeros(self.shape, dtype=np.bool_)
         for bundles in self._by_group.values():
             values, known = self._merge_group(name, bundles, shape)
@@ -142,15 +142,25 @@ class Grid:
     def _merge_group(
         self, name: str, bundles: list[tuple[_Bundle, Packed]], shape: tuple[int, ...]
     ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-        sums = {kind: (np.zeros(shape), np.zeros(self.shape, dtype=np.bool_)) for kind in ("own", "experts")}
+        sums = {
+            kind: (np.full(shape, _neutral(name)), np.zeros(self.shape, dtype=np.bool_))
+            for kind in ("own", "experts")
+        }
+        has_own = np.zeros(self.shape, dtype=np.bool_)
         for bundle, packed in bundles:
             values_BS = packed.histogram() if name == HISTOGRAM else packed.column(name)
             null_BS = packed.null(name)
+            has_own[np.ix_(bundle.aggregate[1], bundle.steps_B)] = True
             for kind, places in (("own", bundle.aggregate), ("experts", bundle.experts)):
                 _add(name, sums[kind], values_BS, null_BS, bundle.steps_B, places)
         (own, own_known), (experts, experts_known) = sums["own"], sums["experts"]
-        chosen = own_known.reshape(own_known.shape + (1,) * (len(shape) - 2))
-        return np.where(chosen, own, experts), own_known | experts_known
+        chosen = has_own.reshape(has_own.shape + (1,) * (len(shape) - 2))
+        return np.where(chosen, own, experts), np.where(has_own, own_known, experts_known)
+
+
+def _neutral(name: str) -> float:
+    """What merging leaves as it is: a null takes no part."""
+    return -np.inf if name == "amax" else 0.0
 
 
 def _add(
@@ -169,13 +179,15 @@ def _add(
     where = (tensors[:, None], steps_B[None, :])
     merge = np.maximum if name == "amax" else np.add
     values = np.swapaxes(values_BS[:, slots], 0, 1).astype(np.float64)
+    null = null_BS[:, slots].T
+    values[null] = _neutral(name)
     if len(np.unique(tensors)) == len(tensors):
         total[where] = merge(total[where], values)
-        known[where] |= ~null_BS[:, slots].T
+        known[where] |= ~null
     else:
         # Several experts of one tensor: `at` counts each of them, plain indexing only the last.
         merge.at(total, where, values)
-        np.logical_or.at(known, where, ~null_BS[:, slots].T)
+        np.logical_or.at(known, where, ~null)
 
 
 def load_grid(

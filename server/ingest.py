@@ -1,4 +1,4 @@
-"""Samples in: parse, store each slot once, decide, reply; one transaction a request."""
+"""Samples in: parse, store once, decide, reply, in one transaction."""
 
 import logging
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""The newest value of every tensor of a run, and how far over its thresholds it is."""
+"""Newest value of every tensor, and how far over its thresholds."""
 
 from dataclasses import dataclass
 from functools import lru_cache

@@ -1,4 +1,4 @@
-"""Prometheus exposition: process counters, and gauges read from the store at scrape time."""
+"""Prometheus exposition: process counters, and gauges read at scrape time."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -27,16 +27,25 @@ _STALE_SHOWN_SECONDS = 300.0
 _Labels = tuple[str, ...]
 
 
-class IngestMeters:
-    """What this process counts itself."""
+class IngestMeters(Collector):
+    """What this process counts itself, without the library's `_created` series (a time stamp a metric)."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
         self.samples = Counter(
-            f"{PREFIX}ingest_samples", "Samples accepted by this process.", registry=registry
+            f"{PREFIX}ingest_samples", "Samples accepted by this process.", registry=self._registry
         )
         self.duration = Histogram(
-            f"{PREFIX}ingest_duration_seconds", "Time from a read body to its answer.", registry=registry
+            f"{PREFIX}ingest_duration_seconds",
+            "Time from a read body to its answer.",
+            registry=self._registry,
         )
+
+    def collect(self) -> Iterator[Metric]:
+        """The two families."""
+        for family in self._registry.collect():
+            family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
+            yield family
 
 
 @dataclass

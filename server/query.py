@@ -1,4 +1,4 @@
-"""Every read of the service: functions of a connection that give the contract's documents."""
+"""Every read of the service, in one place."""
 
 from fp8_safeguard.server.auditview import alerts, decisions, plan
 from fp8_safeguard.server.compare import compare

@@ -1,4 +1,4 @@
-"""Find a run, its layers and its slots, or say what is missing."""
+"""Finds a run, its layers and slots, or says what is missing."""
 
 from typing import Any
 

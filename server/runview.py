@@ -126,7 +126,7 @@ def rfc3339(seconds: float | None) -> str | None:
 def detail_of(conn: Connection, row: Row[Any]) -> dict[str, Any]:
     branch = live_branch(conn, row.id)
     newest = conn.execute(select(attempts).where(attempts.c.id == branch[0].attempt_id)).one()
-    last = _last_values(conn, branch)
+    last = _last_values(conn, branch, newest.groups)
     state = run_state(conn, row)
     return {
         "id": row.name,
@@ -144,7 +144,7 @@ def detail_of(conn: Connection, row: Row[Any]) -> dict[str, Any]:
     }
 
 
-def _last_values(conn: Connection, branch: tuple[Segment, ...]) -> dict[str, Any]:
+def _last_values(conn: Connection, branch: tuple[Segment, ...], groups: int) -> dict[str, Any]:
     """First and last step of the live branch, and what the newest samples said of the run."""
     spans = []
     for segment in branch:
@@ -158,21 +158,23 @@ def _last_values(conn: Connection, branch: tuple[Segment, ...]) -> dict[str, Any
     firsts = [first for first, _ in spans if first is not None]
     lasts = [last for _, last in spans if last is not None]
     newest = (
-        select(samples.c.header, samples.c.run_values)
+        select(samples.c.group, samples.c.header, samples.c.run_values)
         .where(samples.c.attempt_id == branch[0].attempt_id)
         .order_by(samples.c.step.desc(), samples.c.group, samples.c.part)
-        .limit(_LOOK_BACK)
+        .limit(max(_LOOK_BACK, 2 * groups))
     )
-    rows = [(json.loads(row.header), json.loads(row.run_values)) for row in conn.execute(newest)]
-    values = [held for _, held in rows]
+    rows = [(row.group, json.loads(row.header), json.loads(row.run_values)) for row in conn.execute(newest)]
+    values = [held for _, _, held in rows]
+    # Each client counts its own since it started: the newest count of every group.
+    dropped = {group: header["dropped"] for group, header, _ in reversed(rows)}
     return {
         "first_step": min(firsts, default=None),
         "last_step": max(lasts, default=None),
         "loss": _newest(values, "loss"),
         "gradient_norm": _newest(values, "gradient_norm"),
         "learning_rate": _newest(values, "learning_rate"),
-        "overhead_ratio": _newest([header for header, _ in rows], "overhead_ratio"),
-        "dropped": max((header["dropped"] for header, _ in rows), default=0),
+        "overhead_ratio": _newest([header for _, header, _ in rows], "overhead_ratio"),
+        "dropped": sum(dropped.values()),
     }
 
 

@@ -1,4 +1,4 @@
-"""Run the service: blocking for the command line, in a thread for tests and demos."""
+"""Runs the service: blocking, or in a thread for tests and demos."""
 
 import socket
 import threading

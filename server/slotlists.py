@@ -1,4 +1,4 @@
-"""Stored slot lists: written once, referred to by digest, decoded once a process."""
+"""Stored slot lists: written once, referred to by digest."""
 
 import json
 from collections.abc import Sequence

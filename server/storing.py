@@ -1,4 +1,4 @@
-"""The durable log: each slot of a sample is written once, or refused whole."""
+"""The durable log: each slot is written once, or refused."""
 
 import json
 from typing import Any

@@ -126,7 +126,8 @@ alerts = Table(
     Column("acknowledged_by", Text),
     Column("acknowledged_at", Float),
     Column("silenced_until", Float),
-    Index("alerts_by_run", "run_id", "state", "id"),
+    Index("alerts_by_run", "run_id", "id"),
+    Index("alerts_by_key", "run_id", "state", "key"),
     sqlite_autoincrement=True,
 )
 

@@ -1,4 +1,4 @@
-"""Worst-of reductions: over the slots of a layer and the steps of a column."""
+"""Worst-of reductions over slots of a layer and steps of a column."""
 
 from dataclasses import dataclass
 

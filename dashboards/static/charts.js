@@ -5,6 +5,7 @@ const CONFIG = { displayModeBar: false, responsive: true, doubleClick: "autosize
 const MAX_COLUMNS = 1000;
 const EDGE_STEPS = 20;
 const VALUE_PADDING = 0.08;
+const CARD_GAP_PX = 12;
 
 /** Load Plotly from this server; the promise resolves with the library. */
 export function loadPlotly(url) {
@@ -63,7 +64,7 @@ export class Charts {
   async #fetch(name, view) {
     const query = new URLSearchParams({ theme: document.documentElement.dataset.theme });
     if (name === "heatmap") {
-      for (const key of ["metric", "slot", "scale", "q"]) query.set(key, view[key]);
+      for (const key of ["metric", "slot", "order", "scale", "q"]) query.set(key, view[key]);
       query.set("max_cols", String(MAX_COLUMNS));
       // A little more than is seen, so that cells at the edges are whole.
       if (view.from !== null) query.set("from_step", String(Math.max(0, Math.floor(view.from) - EDGE_STEPS)));
@@ -84,9 +85,12 @@ export class Charts {
     const isNew = !element.classList.contains("js-plotly-plot");
     // A hover left over from a larger matrix would look up a cell that is gone (plotly.js #4987).
     if (!isNew) this.#plotly.Fx.unhover(element);
+    if (element.id === "timeline") leaveHoverToCard(figure.data);
     showPlotArea(element, figure.layout.margin);
     await this.#plotly.react(element, figure.data, figure.layout, CONFIG);
-    if (isNew) element.on("plotly_relayout", (change) => this.#relayouted(change));
+    if (!isNew) return;
+    element.on("plotly_relayout", (change) => this.#relayouted(change));
+    if (element.id === "timeline") showCard(element, document.getElementById("card"));
   }
 
   #range(view) {
@@ -124,6 +128,41 @@ async function problemText(response, name) {
 /** Tell the style sheet where the plot area is, so that gaps show their hatching and nothing else does. */
 function showPlotArea(element, { l, r, t, b }) {
   for (const [name, value] of Object.entries({ l, r, t, b })) element.style.setProperty(`--plot-${name}`, `${value}px`);
+}
+
+/** Plotly clips labels to the chart, and the lane is low: its stories are shown in a card instead. */
+function leaveHoverToCard(traces) {
+  for (const trace of traces.filter((each) => each.customdata)) {
+    trace.hoverinfo = "none";
+    delete trace.hovertemplate;
+  }
+}
+
+function showCard(element, card) {
+  element.on("plotly_hover", ({ points: [point], event }) => {
+    if (!point.customdata) return;
+    card.replaceChildren(...point.customdata.map(paragraph));
+    card.hidden = false;
+    const box = card.parentElement.getBoundingClientRect();
+    const x = event.clientX - box.left;
+    // To the left where it fits: what led to a decision is there, what it answers is above it.
+    const left = x - CARD_GAP_PX - card.offsetWidth;
+    card.style.left = `${left >= 0 ? left : x + CARD_GAP_PX}px`;
+    card.style.bottom = `${box.bottom - event.clientY + CARD_GAP_PX}px`;
+  });
+  element.on("plotly_unhover", () => {
+    card.hidden = true;
+  });
+}
+
+function paragraph([heading, ...lines]) {
+  const element = document.createElement("p");
+  for (const [index, text] of [heading, ...lines].entries()) {
+    const line = document.createElement(index === 0 ? "strong" : "span");
+    line.textContent = text;
+    element.append(line);
+  }
+  return element;
 }
 
 /** Draw one vertical line through all charts at the pointer, with its step. */

@@ -2,6 +2,9 @@
 
 const EVENTS = ["sample", "decision", "alert", "plan", "state"];
 const MIN_INTERVAL_MS = 1000;
+/** Refreshing takes at most half of the time: the server may share its machine with the training. */
+const IDLE_SHARE = 2;
+const MAX_INTERVAL_MS = 4000;
 const RETRY_MS = 5000;
 /** A run that stops sends no event, so the page asks now and then on its own. */
 const HEARTBEAT_MS = 20000;
@@ -17,12 +20,14 @@ export function followRun(run, refresh, onState) {
   let wanted = false;
   let timer = null;
   let last = 0;
+  let interval = MIN_INTERVAL_MS;
 
   const report = () => onState(paused ? "paused" : connected ? "live" : "reconnecting");
 
   async function execute() {
+    clearTimeout(timer);
     timer = null;
-    if (running) {
+    if (running || paused || document.hidden) {
       wanted = true;
       return;
     }
@@ -30,16 +35,13 @@ export function followRun(run, refresh, onState) {
     wanted = false;
     last = performance.now();
     await refresh();
+    interval = Math.min(MAX_INTERVAL_MS, Math.max(MIN_INTERVAL_MS, IDLE_SHARE * (performance.now() - last)));
     running = false;
     if (wanted) request();
   }
 
   function request() {
-    if (paused || document.hidden) {
-      wanted = true;
-      return;
-    }
-    timer ??= setTimeout(execute, Math.max(50, MIN_INTERVAL_MS - (performance.now() - last)));
+    timer ??= setTimeout(execute, Math.max(50, interval - (performance.now() - last)));
   }
 
   function connect() {
@@ -69,7 +71,8 @@ export function followRun(run, refresh, onState) {
     setPaused(value) {
       paused = value;
       report();
-      if (!paused) request();
+      // Whoever asks to see does not wait for the interval.
+      if (!paused) execute();
     },
   };
 }

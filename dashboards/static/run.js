@@ -2,7 +2,7 @@
 import { Charts, followPointer, loadPlotly } from "./charts.js";
 import { refreshFragments, updateAges } from "./fragments.js";
 import { followRun } from "./live.js";
-import { readView, writeView } from "./view.js";
+import { readControls, readView, writeView } from "./view.js";
 
 const FILTER_DELAY_MS = 250;
 
@@ -46,8 +46,8 @@ function onLiveState(state) {
   live.textContent = state;
 }
 
-function readControls() {
-  change({ metric: form.metric.value, slot: form.slot.value, scale: form.scale.value, q: form.q.value.trim() });
+function applyControls() {
+  change(readControls(form));
   refresh();
 }
 
@@ -64,10 +64,10 @@ function onSideClick(event) {
     choose(form.metric, alert.dataset.metric);
     choose(form.slot, alert.dataset.slot);
     change({ from: Number(alert.dataset.from), to: null });
-    readControls();
+    applyControls();
   } else if (layer) {
     form.q.value = form.q.value === layer.dataset.layer ? "" : layer.dataset.layer;
-    readControls();
+    applyControls();
   }
 }
 
@@ -76,7 +76,7 @@ function onKey(event, live) {
   const typing = event.target.matches("input[type=search], select");
   if (event.key === "Escape" && event.target === form.q) {
     form.q.value = "";
-    readControls();
+    applyControls();
     form.q.blur();
   } else if (!typing && event.key === "/") {
     event.preventDefault();
@@ -98,7 +98,7 @@ function wireControls(live) {
   form.addEventListener("submit", (event) => event.preventDefault());
   form.addEventListener("input", (event) => {
     clearTimeout(typing);
-    typing = setTimeout(readControls, event.target === form.q ? FILTER_DELAY_MS : 0);
+    typing = setTimeout(applyControls, event.target === form.q ? FILTER_DELAY_MS : 0);
   });
   reset.addEventListener("click", () => zoom(null, null));
   document.querySelector(".side").addEventListener("click", onSideClick);

@@ -2,10 +2,16 @@
 
 const NUMBERS = ["from", "to"];
 
+/** The values of the controls. */
+export function readControls(form) {
+  const { metric, slot, order, scale, q } = form;
+  return { metric: metric.value, slot: slot.value, order: order.value, scale: scale.value, q: q.value.trim() };
+}
+
 /** The view that the address describes, with the form's values where it says nothing. */
 export function readView(form) {
   const query = new URLSearchParams(location.search);
-  const view = { metric: form.metric.value, slot: form.slot.value, scale: form.scale.value, q: form.q.value, from: null, to: null };
+  const view = { ...readControls(form), from: null, to: null };
   for (const name of NUMBERS) {
     const text = query.get(name);
     if (text && Number.isFinite(Number(text))) view[name] = Number(text);

@@ -125,7 +125,8 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("id"),
         sqlite_autoincrement=True,
     )
-    op.create_index("alerts_by_run", "alerts", ["run_id", "state", "id"], unique=False)
+    op.create_index("alerts_by_key", "alerts", ["run_id", "state", "key"], unique=False)
+    op.create_index("alerts_by_run", "alerts", ["run_id", "id"], unique=False)
     op.create_table(
         "samples",
         sa.Column("id", BIG_ID, autoincrement=True, nullable=False),
@@ -154,6 +155,7 @@ def upgrade() -> None:
 def downgrade() -> None:
     op.drop_table("samples")
     op.drop_index("alerts_by_run", table_name="alerts")
+    op.drop_index("alerts_by_key", table_name="alerts")
     op.drop_table("alerts")
     op.drop_table("run_slot_lists")
     op.drop_table("pins")

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, Depends
+from fastapi import APIRouter, Body, Depends, Path
 
 from fp8_safeguard.server import alerting, query
 from fp8_safeguard.server.answers import StrictJSONResponse
@@ -14,6 +14,7 @@ from fp8_safeguard.server.routes.runs import PageSize
 
 router = APIRouter(tags=["alerts"])
 _CONTROL = [Depends(require("control"))]
+AlertId = Annotated[int, Path(ge=1, le=2**63 - 1)]
 Document = Annotated[dict[str, Any] | None, Body()]
 
 
@@ -32,7 +33,7 @@ def list_alerts(
 
 
 @router.post("/alerts/{alert}:ack", dependencies=_CONTROL)
-def acknowledge(context: InContext, alert: int, actor: Actor) -> StrictJSONResponse:
+def acknowledge(context: InContext, alert: AlertId, actor: Actor) -> StrictJSONResponse:
     """Say that somebody knows; `{"by": "name"}` is optional."""
     with context.store.write() as conn:
         answer, events = alerting.acknowledge(conn, alert, actor, context.clock())
@@ -41,7 +42,7 @@ def acknowledge(context: InContext, alert: int, actor: Actor) -> StrictJSONRespo
 
 
 @router.post("/alerts/{alert}:silence", dependencies=_CONTROL)
-def silence(context: InContext, alert: int, body: Document = None) -> StrictJSONResponse:
+def silence(context: InContext, alert: AlertId, body: Document = None) -> StrictJSONResponse:
     """Keep quiet about it for `{"seconds": 3600}`."""
     with context.store.write() as conn:
         answer, events = alerting.silence(conn, alert, body or {}, context.clock())

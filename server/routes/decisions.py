@@ -10,17 +10,22 @@ from fp8_safeguard.server.answers import StrictJSONResponse
 from fp8_safeguard.server.auth import require
 from fp8_safeguard.server.context import Context, InContext, Reading
 from fp8_safeguard.server.paging import DEFAULT_PAGE
+from fp8_safeguard.server.problems import invalid
 from fp8_safeguard.server.routes.runs import PageSize
 
 router = APIRouter(tags=["control"])
 _READ = [Depends(require("read"))]
 _CONTROL = [Depends(require("control"))]
+_LONGEST_NAME = 200
 
 
 def actor_of(body: Annotated[dict[str, Any] | None, Body()] = None) -> str:
     """Who does it, from an optional `{"by": "name"}`."""
-    named = (body or {}).get("by")
-    return named if isinstance(named, str) and named else control.PERSON
+    named = (body or {}).get("by", control.PERSON)
+    if not isinstance(named, str) or not named.isprintable() or not 0 < len(named) <= _LONGEST_NAME:
+        message = f"by is a printable name of 1 to {_LONGEST_NAME} characters, not {named!r}"
+        raise invalid(message, [("/by", message)])
+    return named
 
 
 Actor = Annotated[str, Depends(actor_of)]

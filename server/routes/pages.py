@@ -75,6 +75,7 @@ def run_page(
     run: str,
     metric: str = metrics.PAGE_METRICS[0],
     slot: str = "",
+    order: str = "depth",
     scale: str = "",
     q: str = "",
 ) -> Response:
@@ -97,11 +98,19 @@ def run_page(
         definition=metrics.metric_view(shown).definition,
         slots=SLOTS,
         slot=slot,
+        order=order,
         scale=scale if scale in ("log", "linear") else metrics.default_scale(shown),
         q=q,
         layers=view.layer_rows(worst["items"]),
-        alerts=view.alert_rows(query.alerts(conn, run, page_size=LIST_ALERTS)["items"]),
+        alerts=view.alert_rows(
+            query.alerts(conn, run, page_size=LIST_ALERTS)["items"], held=_in_bf16(conn, run)
+        ),
     )
+
+
+def _in_bf16(conn: Connection, run: str) -> set[str]:
+    entries = query.plan(conn, run)["entries"]
+    return {entry["layer"] for entry in entries if entry["action"] == "bf16_fallback"}
 
 
 @router.get("/runs/{run}/figures/heatmap", dependencies=guarded)
@@ -111,6 +120,7 @@ def heatmap(
     run: str,
     metric: str = metrics.PAGE_METRICS[0],
     slot: str = "",
+    order: Literal["depth", "worst"] = "depth",
     scale: Literal["", "linear", "log"] = "",
     q: str = "",
     from_step: Annotated[int | None, Query(ge=0)] = None,
@@ -125,7 +135,7 @@ def heatmap(
         answer = query.heatmap(
             conn, run, metric=metric, from_step=from_step, to_step=to_step, max_cols=max_cols, **place
         )
-        part = cut_heatmap(answer, contains=q)
+        part = cut_heatmap(answer, contains=q, worst_first=order == "worst")
         figure = heatmap_figure(
             part.values,
             part.layers,

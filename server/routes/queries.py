@@ -115,8 +115,8 @@ def compare(conn: Reading, a: str, b: str) -> StrictJSONResponse:
 
 
 @router.get("/runs/{run}/export", response_class=StreamingResponse)
-def export(context: InContext, run: str, format: Literal["jsonl", "json"] = "jsonl") -> StreamingResponse:
-    """Everything stored of a run, as JSON lines or one JSON bundle."""
+def export(context: InContext, run: str, format: Literal["json", "jsonl"] = "json") -> StreamingResponse:
+    """Everything stored of a run, as one JSON bundle or as JSON lines."""
     with context.store.read() as conn:
         find_run(conn, run)
     kind = "application/x-ndjson" if format == "jsonl" else "application/json"

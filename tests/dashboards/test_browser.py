@@ -116,6 +116,32 @@ def test_decision_markers_stand_at_their_steps_in_line_with_the_heatmap(
     assert margins[0] == margins[1] == margins[2]
 
 
+def test_hovering_a_decision_tells_action_target_and_reason(page: Any, server_url: str, faulty: Any) -> None:
+    open_run(page, server_url, "faulty")
+    decision = next(d for d in faulty.get("/decisions")["items"] if d["action"] == "bf16_fallback")
+    x, y = page.evaluate(
+        """() => {
+            const trace = [...document.querySelectorAll("#timeline .trace")].find((each) => each.querySelector("text"));
+            const box = trace.querySelector("path.point:last-of-type").getBoundingClientRect();
+            return [box.x + box.width / 2, box.y + box.height / 2];
+        }"""
+    )
+    page.mouse.move(x - 1, y)
+    page.mouse.move(x, y)
+    page.wait_for_selector("#card:not([hidden])")
+    text = page.locator("#card").text_content()
+    for part in (
+        "step",
+        "bf16_fallback",
+        decision["layer"].split(".")[0],
+        "off the high-precision result",
+        "effective from",
+    ):
+        assert part in text
+    page.mouse.move(20, 20)
+    page.wait_for_selector("#card", state="hidden")
+
+
 def test_b86_live_update_without_reload_keeps_the_zoom(
     page: Any, server_url: str, make_trainer: Callable[..., Any]
 ) -> None:
@@ -136,7 +162,8 @@ def test_b86_live_update_without_reload_keeps_the_zoom(
     assert zoomed == pytest.approx([2.5, 5.5], abs=0.2)
     reporter.post(12)
     wait(page, "document.querySelector('[data-stat=step]').textContent === '12'")
-    wait(page, f"{HEATMAP}.layout.datarevision > {revision}")
+    wait(page, "document.getElementById('loss').data.find((trace) => trace.name === 'loss').x.length === 13")
+    assert page.evaluate(f"{HEATMAP}.layout.datarevision") > revision
     for chart in ("loss", "heatmap", "timeline"):
         assert page.evaluate(f"document.getElementById('{chart}').layout.xaxis.range") == zoomed
     page.locator("#reset").click()

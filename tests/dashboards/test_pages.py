@@ -6,10 +6,15 @@ import math
 import re
 from collections.abc import Callable
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
+from pydantic import SecretStr
+
+from fp8_safeguard.server.serve import running_server
+from fp8_safeguard.server.settings import Settings
 
 LAYERS = ["blocks.0.mlp.down", "blocks.1.mlp.down", "blocks.2.mlp.down"]
 STRANGE = [
@@ -213,6 +218,18 @@ def test_gemm_slots_carry_their_thresholds_on_the_colour_bar(server_url: str, re
     labels = {note["text"]: note["y"] for note in figure["layout"]["annotations"]}
     # 5 % on a log scale from 1 % to 100 %.
     assert labels["act"] == pytest.approx(math.log10(5) / 2)
+
+
+def test_a_configured_token_guards_pages_and_figures_but_not_the_style(tmp_path: Path) -> None:
+    settings = Settings(database_url=f"sqlite:///{tmp_path / 'store.db'}", token=SecretStr("secret"))
+    with running_server(settings) as url:
+        for path in ("/", "/runs/run", "/runs/run/figures/loss"):
+            refused = httpx2.get(url + path)
+            assert refused.status_code == 401
+            # A browser then asks for the token.
+            assert "Basic" in refused.headers["www-authenticate"]
+        assert httpx2.get(f"{url}/", auth=("", "secret")).status_code == 200
+        assert httpx2.get(f"{url}/static/style.css").status_code == 200
 
 
 def test_plotly_is_served_compressed_with_a_long_life(server_url: str) -> None:

@@ -43,6 +43,21 @@ def test_filter_ignores_case_and_moves_the_marks_along() -> None:
     assert part.nonfinite == [(0, 1, 5, 0), (1, 5, 0, 2)]
 
 
+@pytest.mark.parametrize(
+    ("agg", "order"), [("max", ["b.X", "c.y", "a.x", "none"]), ("min", ["b.X", "a.x", "c.y", "none"])]
+)
+def test_worst_first_ranks_by_the_bad_side_with_nan_on_top(agg: str, order: list[str]) -> None:
+    values = [[0.1, None], ["NaN", 0.2], [0.3, 0.4], [None, None]]
+    part = cut_heatmap(
+        answer(
+            [0, 1], layers=["a.x", "b.X", "c.y", "none"], values=values, agg=agg, nonfinite=[[1, 0, 3, 0]]
+        ),
+        worst_first=True,
+    )
+    assert part.layers == order
+    assert part.nonfinite == [(0, 0, 3, 0)]
+
+
 def test_slots_become_the_api_s_filters() -> None:
     assert slot_filter("") == {}
     assert slot_filter("dgrad") == {"gemm": "dgrad"}

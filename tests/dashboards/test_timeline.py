@@ -48,7 +48,7 @@ def test_every_decision_has_its_own_marker_and_a_shared_hover() -> None:
 
 def test_a_long_list_of_decisions_is_cut_with_its_number() -> None:
     marker = lane(timeline_figure([decision(layer=str(n)) for n in range(11)]), "BF16 fallback")
-    assert marker.hovertext[0].endswith("and 3 more")
+    assert marker.hovertext[0].endswith("<b>and 3 more</b>")
 
 
 @pytest.mark.parametrize(
@@ -93,6 +93,12 @@ def test_a_second_fallback_after_a_restore_is_its_own_period() -> None:
 
 def test_what_never_took_effect_has_no_period() -> None:
     assert periods([decision(effective_step=None), decision(action="advice")], last_step=400) == []
+
+
+def test_overlapping_periods_are_one_bar() -> None:
+    figure = timeline_figure([decision(), decision(layer="b", step=218, effective_step=220)], last_step=300)
+    bars = [trace.x for trace in figure.data if trace.mode == "lines"]
+    assert bars == [(211, 300)]
 
 
 def test_no_decisions_is_said() -> None:

@@ -71,21 +71,59 @@ def alert(**changes: Any) -> dict[str, Any]:
 
 def test_alerts_open_before_their_first_bad_step() -> None:
     (row,) = view.alert_rows([alert()])
-    assert (row.title, row.detail) == ("underflow x row", "0.9 % (limit 0.5 %) since step 207")
+    assert (row.title, row.detail, row.when) == ("underflow x row", "0.9 % (limit 0.5 %)", "since step 207")
     assert (row.from_step, row.metric, row.slot) == (167, "underflow_ratio", "x row")
     assert view.alert_rows([alert(first_step=3)])[0].from_step == 0
 
 
-def test_open_and_acting_alerts_come_first() -> None:
+def test_open_and_acting_alerts_come_first_and_what_a_fallback_holds_later() -> None:
     rows = view.alert_rows(
         [
             alert(layer="over", state="resolved"),
+            alert(layer="held", severity="act"),
             alert(layer="watch"),
             alert(layer="act", severity="act", first_step=300),
-        ]
+        ],
+        held={"held"},
     )
-    assert [row.layer for row in rows] == ["act", "watch", "over"]
-    assert rows[-1].detail.endswith("steps 207 to 215")
+    assert [(row.layer, row.standing) for row in rows] == [
+        ("act", "open"),
+        ("watch", "open"),
+        ("held", "held"),
+        ("over", "over"),
+    ]
+    assert rows[-1].when == "steps 207 to 215"
+
+
+def test_alerts_of_one_layer_and_rule_are_one_entry_with_its_worst_value() -> None:
+    gemms = [
+        alert(
+            metric="relative_error",
+            slot={"layer": "a", "gemm": gemm},
+            value=value,
+            threshold=0.05,
+            first_step=step,
+        )
+        for gemm, value, step in (("fprop", 0.07, 210), ("dgrad", 0.09, 208))
+    ]
+    (row,) = view.alert_rows(gemms)
+    assert (row.title, row.detail, row.when) == (
+        "GEMM error dgrad, fprop",
+        "9 % (limit 5 %)",
+        "since step 208",
+    )
+    assert row.slot == ""
+
+
+@pytest.mark.parametrize(
+    ("metric", "value", "threshold", "excess"),
+    [("sqnr_db", 14.25, 28.5, "2×"), ("relative_error", 0.1, 0.05, "2×"), ("relative_error", "NaN", 0.05, ""),
+     ("saturation_ratio", 0.1, 0.0, "")],
+)  # fmt: skip
+def test_excess_is_above_one_for_the_bad_side(metric: str, value: Any, threshold: float, excess: str) -> None:
+    worst = {"metric": metric, "value": value, "threshold": threshold, "step": 1}
+    (row,) = view.layer_rows([{"layer": "a", "state": "watch", "worst": worst, "precision": {}}])
+    assert row.excess == excess
 
 
 def test_status_numbers() -> None:

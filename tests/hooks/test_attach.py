@@ -113,6 +113,8 @@ def test_copies_of_the_model_work_and_report_nothing(watch: Watch, read: Read, t
             other.plain.weight.zero_()
         assert torch.equal(other.plain(x), other.plain.bias.expand(64, 8))
         other(x).sum().backward()
+    for shallow in (copy.copy(model.plain), copy.copy(model.ours)):
+        shallow(x).sum().backward()
     train(model, torch.optim.SGD(model.parameters(), 0.1))
     got = read(guard)
     assert got["plain x row"].count == got["ours dy row"].count == 4 * 8

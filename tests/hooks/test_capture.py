@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import gc
 import math
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -148,6 +146,7 @@ class TestOperands:
         guard = watch(model)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         x = torch.randn(70, 200, generator=torch.Generator().manual_seed(1))
+        x[:40] = 0.0  # zeros of its own do not make an expert the worst
         x[50:] = wide(20, 200, seed=2)
         model(x, torch.tensor([0, 50, 50, 70], dtype=torch.int32)).sum().backward()
         optimizer.step()
@@ -233,10 +232,11 @@ class TestOperands:
         optimizer.step()
         assert read(guard).parts("") == ALL_PARTS - {"dgrad"}
 
+    @pytest.mark.parametrize("kind", [nn.Linear, Fp8Linear])
     def test_nothing_is_measured_without_gradients_or_while_paused(
-        self, watch: Watch, read: Read, train: Train
+        self, watch: Watch, read: Read, train: Train, kind: Any
     ) -> None:
-        model = nn.Linear(8, 8)
+        model = kind(8, 8)
         guard = watch(model)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         with torch.no_grad():
@@ -359,95 +359,6 @@ class TestGemms:
             sample = read(guard).sample
             turns.append([slot.layer for slot in sample.slots if slot.gemm == "wgrad"])
         assert turns == [["0", "1"], ["2", "3"], ["0", "4"], ["1", "2"], ["3", "4"]]
-
-
-class TestTrainingIsUntouched:
-    @pytest.mark.parametrize("kind", [nn.Linear, Fp8Linear])
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_gradients_and_random_state_are_bit_equal(
-        self, watch: Watch, kind: Any, dtype: torch.dtype
-    ) -> None:
-        torch.manual_seed(3)
-        model = nn.Sequential(kind(96, 130, bias=True), nn.GELU(), nn.Dropout(0.5), kind(130, 40)).to(dtype)
-        plain = copy.deepcopy(model)
-        guard = watch(model, recompute=2)
-        optimizer = torch.optim.SGD(model.parameters(), 0.0)
-        results = []
-        for net in (plain, model):
-            torch.manual_seed(4)
-            x = torch.randn(2, 80, 96).to(dtype).requires_grad_()
-            net(x).square().mean().backward()
-            results.append([*(p.grad for p in net.parameters()), x.grad, torch.get_rng_state()])
-        optimizer.step()
-        assert guard.last_sample() is not None
-        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-    def test_matmul_settings_are_neither_followed_nor_changed(self, watch: Watch, read: Read) -> None:
-        model = nn.Linear(256, 64, bias=False)
-        guard = watch(model)
-        optimizer = torch.optim.SGD(model.parameters(), 0.0)
-        x = torch.randn(64, 256, generator=torch.Generator().manual_seed(1))
-        exact = x.double() @ model.weight.detach().double().T
-        torch.set_float32_matmul_precision("medium")
-        try:
-            y = model(x)
-            y.sum().backward()
-            optimizer.step()
-            assert torch.get_float32_matmul_precision() == "medium"
-        finally:
-            torch.set_float32_matmul_precision("highest")
-        assert_same(read(guard)[" fprop"], compare(array(exact), array(y)), GEMM_TOLERANCE)
-
-    def test_b16_no_tensor_outlives_its_step(self, watch: Watch) -> None:
-        model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), Fp8Linear(8, 8))
-        watch(model, recompute=2)
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        gc.disable()  # whatever needs the collector to go away stays long enough to hurt
-        try:
-            counts = []
-            for step in range(12):
-                with torch.no_grad():
-                    model(torch.randn(4, 8))
-                x = torch.randn(4, 8)
-                y = model(x)
-                y.sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                refs = [weakref.ref(x), weakref.ref(y)]
-                del x, y
-                assert [ref() for ref in refs] == [None, None]
-                if step in (4, 11):
-                    counts.append(sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects()))
-            assert counts[0] == counts[1]
-        finally:
-            gc.enable()
-
-    def test_b16_a_forward_without_backward_is_freed(self, watch: Watch) -> None:
-        model = nn.Linear(8, 8)
-        watch(model)
-        x = torch.randn(4, 8)
-        y = model(x)
-        refs = [weakref.ref(x), weakref.ref(y)]
-        del x, y
-        gc.collect()
-        assert [ref() for ref in refs] == [None, None]
-
-    def test_a_fault_of_ours_is_one_log_line_and_training_goes_on(
-        self, watch: Watch, train: Train, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        from fp8_safeguard.hooks import capture
-
-        def broken(*arguments: object, **options: object) -> torch.Tensor:
-            raise RuntimeError("kernel is broken")
-
-        model = nn.Sequential(nn.Linear(8, 8), Fp8Linear(8, 8))
-        guard = watch(model)
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        monkeypatch.setattr(capture, "tensor_stats", broken)
-        train(model, optimizer, 3)
-        lines = [r.message for r in caplog.records if "kernel is broken" in r.message]
-        assert len(lines) == len(set(lines)) == 2  # the forward and the backward
-        assert guard.last_sample() is None
 
 
 def dequantised(x: torch.Tensor, block: tuple[int, int]) -> np.ndarray:

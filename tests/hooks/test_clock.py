@@ -100,13 +100,15 @@ def test_a_step_number_that_is_none_is_refused(watch: Watch, bad: Any) -> None:
 
 
 def test_optimizers_of_other_parameters_and_a_second_one_of_ours_do_not_count(steps: Any) -> None:
-    model, other = nn.Linear(8, 8), nn.Linear(8, 8)
+    model, other = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), nn.Linear(8, 8)
     _, arrived = steps(model)
-    mine = [torch.optim.SGD([model.weight], 0.1), torch.optim.SGD([model.bias], 0.1)]
+    mine = [torch.optim.SGD(layer.parameters(), 0.1) for layer in model]
     strange = torch.optim.SGD(other.parameters(), 0.1)
     for _ in range(2):
         backward(model)
-        for optimizer in (strange, *mine):
+        strange.step()
+        backward(model)
+        for optimizer in mine:
             optimizer.step()
     assert arrived() == [0, 1]
 
@@ -161,10 +163,10 @@ def test_an_optimizer_inside_backward_ends_no_step(steps: Any) -> None:
     optimizers = {p: torch.optim.SGD([p], 0.1) for p in model.parameters()}
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(lambda p: optimizers[p].step())
-    for n in range(2):
-        backward(model)
-        guard.step(n)
-    assert arrived() == [0, 1]
+    backward(model)
+    assert guard.last_sample() is None
+    guard.step(0)
+    assert arrived() == [0]
 
 
 class TestLossScale:

@@ -1,16 +1,20 @@
 """A small model's slots and statistics: healthy as measured, with any slot made ill."""
 
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import pytest
 
 from fp8_safeguard.monitor.columns import StatsTable
-from fp8_safeguard.monitor.policy import StepObservation
+from fp8_safeguard.monitor.plan import Decision
+from fp8_safeguard.monitor.policy import PolicyConfig, PolicyState, StepObservation, decide
 from fp8_safeguard.monitor.slots import Slot
 from fp8_safeguard.monitor.stats import TensorStats
 
+ENFORCE = PolicyConfig(run="r", mode="enforce")
+DRIFTING = ("blocks.3.qkv", "blocks.3.shared_up", "blocks.3.expert_up")
 LINEARS = ("qkv", "o", "shared_up", "shared_down", "expert_up", "expert_down")
 OPERANDS = (("x", "row"), ("x", "col"), ("w", "tile"), ("dy", "row"), ("dy", "col"))
 HEALTHY_UNDERFLOW = {
@@ -81,7 +85,19 @@ def slots() -> tuple[Slot, ...]:
 
 @pytest.fixture
 def observation() -> Callable[..., StepObservation]:
-    """Makes the observation of a step: healthy but for what `ill` says."""
+    """Makes the observation of a step: healthy but for what `ill` says. Equal steps share their table."""
+    tables: dict[str, StatsTable] = {}
+
+    def table(slots: tuple[Slot, ...], ill: Ill, rng: np.random.Generator | None) -> StatsTable:
+        key = f"{hash(slots)} {ill}"
+        if rng is None and key in tables:
+            return tables[key]
+        named = [(slot.layer, slot.gemm or f"{slot.operand} {slot.layout}") for slot in slots]
+        stats = [slot_stats(slot, rng, **ill.get(name, {})) for slot, name in zip(slots, named, strict=True)]
+        made = StatsTable.from_stats(stats)
+        if rng is None:
+            tables[key] = made
+        return made
 
     def make(
         step: int,
@@ -90,15 +106,10 @@ def observation() -> Callable[..., StepObservation]:
         rng: np.random.Generator | None = None,
         **fields: Any,
     ) -> StepObservation:
-        wrong = ill or {}
-        stats = [
-            slot_stats(slot, rng, **wrong.get((slot.layer, slot.gemm or f"{slot.operand} {slot.layout}"), {}))
-            for slot in slots
-        ]
         return StepObservation(
             step=step,
             slots=slots,
-            stats=StatsTable.from_stats(stats),
+            stats=table(slots, ill or {}, rng),
             indices=fields.pop("indices", tuple(range(len(slots)))),
             **fields,
         )
@@ -110,3 +121,65 @@ def observation() -> Callable[..., StepObservation]:
 def make_slots() -> Callable[..., tuple[Slot, ...]]:
     """Makes the slots of a model of so many blocks."""
     return model_slots
+
+
+def follow(
+    observations: Iterable[StepObservation], config: PolicyConfig = ENFORCE, state: PolicyState | None = None
+) -> tuple[PolicyState, list[Decision]]:
+    """The state after all of them, and the decisions in order."""
+    made: list[Decision] = []
+    state = state or PolicyState()
+    for observation in observations:
+        state, decisions = decide(state, observation, config)
+        made += decisions
+    return state, made
+
+
+def asked(decisions: Iterable[Decision]) -> list[tuple[str, str, str]]:
+    return [(made.layer, made.target.key, made.action) for made in decisions]
+
+
+def drift(steps_after_onset: float) -> dict[tuple[str, str], dict[str, float]]:
+    """Underflow of x row and w tile in the fast drift, between its measured points (0.32 % at +0, 0.9 % at +5, ...)."""
+    at = [0, 5, 10, 15, 20, 25, 30]
+    x = np.log([0.0032, 0.009, 0.028, 0.085, 0.25, 0.65, 0.87])
+    w = np.log([0.00055, 0.0016, 0.0045, 0.013, 0.036, 0.062, 0.063])
+    ill = {}
+    for layer in DRIFTING:
+        ill[layer, "x row"] = {"underflow_ratio": float(np.exp(np.interp(steps_after_onset, at, x)))}
+        ill[layer, "w tile"] = {"underflow_ratio": float(np.exp(np.interp(steps_after_onset, at, w)))}
+    return ill
+
+
+def with_stats(seen: StepObservation, slot: Slot, error: float, count: int = 16384) -> StepObservation:
+    """The observation with one more GEMM slot."""
+    stats = [seen.stats.stats(at) for at in range(len(seen.slots))]
+    stats.append(
+        TensorStats(count=count, nan=0, inf=0, amax=1.0, sum_sq=1.0, sum_sq_q=1.0, sum_sq_err=error**2)
+    )
+    table = StatsTable.from_stats(stats)
+    return dataclasses.replace(seen, slots=(*seen.slots, slot), stats=table, indices=(*seen.indices, 0))
+
+
+@pytest.fixture(name="follow")
+def follow_fixture() -> Callable[..., Any]:
+    """`follow`."""
+    return follow
+
+
+@pytest.fixture(name="asked")
+def asked_fixture() -> Callable[..., Any]:
+    """`asked`."""
+    return asked
+
+
+@pytest.fixture(name="drift")
+def drift_fixture() -> Callable[..., Any]:
+    """`drift`."""
+    return drift
+
+
+@pytest.fixture(name="with_stats")
+def with_stats_fixture() -> Callable[..., Any]:
+    """`with_stats`."""
+    return with_stats

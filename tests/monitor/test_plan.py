@@ -44,6 +44,8 @@ def test_a_decision_adds_its_entry_and_a_version() -> None:
 def test_applying_twice_changes_nothing() -> None:
     once = Plan().with_decision(decision())
     assert once.with_decision(decision()) is once
+    both = once.with_decision(decision(id="r-2", target=Target(gemm="wgrad")))
+    assert both.with_decision(decision()) is both
     assert once.without_decision("r-99") is once
     assert Plan().emptied() == Plan()
 

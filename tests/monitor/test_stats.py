@@ -132,7 +132,8 @@ def test_one_float32_division_decides_ties() -> None:
     x = np.float32(17) * scale
     misleading = (x / scale == 17) & (x.astype(np.float64) / scale.astype(np.float64) > 17)
     assert misleading.any()
-    for largest, s, value in zip(amax[misleading], scale[misleading], x[misleading], strict=True):
+    some = np.flatnonzero(misleading)[:50]
+    for largest, s, value in zip(amax[some], scale[some], x[some], strict=True):
         got = measure(np.array([[largest, value]]), layout="row")
         assert got.sum_sq_q == pytest.approx((448.0 * float(s)) ** 2 + (16.0 * float(s)) ** 2, rel=1e-12)
 
@@ -227,13 +228,13 @@ def test_healthy_block_maxima_are_never_saturated() -> None:
 
 
 def test_noise_floor_of_gaussian_data() -> None:
-    x = np.random.default_rng(0).standard_normal((2048, 1024)).astype(np.float32)
+    x = np.random.default_rng(0).standard_normal((1024, 1024)).astype(np.float32)
     got = measure(x, layout="row")
     assert got.cosine == pytest.approx(0.99967, abs=2e-5)
     assert got.sqnr_db == pytest.approx(31.8, abs=0.05)
     assert got.relative_error == pytest.approx(0.0257, abs=2e-4)
     assert got.kurtosis == pytest.approx(3.0, abs=0.02)
-    assert got.underflow_ratio == pytest.approx(4e-6, abs=4e-6)
+    assert got.underflow_ratio == pytest.approx(4e-6, abs=5e-6)
     assert measure(x, layout="row", fmt="int8").zero_ratio == pytest.approx(0.0089, abs=4e-4)
     assert measure(x, layout="row", fmt="e5m2").sqnr_db == pytest.approx(25.8, abs=0.1)
     assert got.tile_sqnr_p01_db == 30.0

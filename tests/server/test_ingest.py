@@ -72,7 +72,14 @@ def test_b47_a_nan_equals_itself(client: TestClient, documents: Any) -> None:
 
 @pytest.mark.parametrize(
     ("column", "value"),
-    [("underflow", 1), ("amax", 4.5000001), ("sum_sq", "NaN"), ("rows", None), ("tile_sqnr_hist", None)],
+    [
+        ("underflow", 1),
+        ("amax", 4.5000001),
+        ("sum_sq", "NaN"),
+        ("rows", None),
+        ("zeros", None),
+        ("tile_sqnr_hist", None),
+    ],
 )
 def test_a_differing_slot_is_refused_and_nothing_of_the_sample_is_stored(
     client: TestClient, documents: Any, tmp_path: Path, column: str, value: Any

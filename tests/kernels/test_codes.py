@@ -1,0 +1,220 @@
+"""Codes and scales, bit for bit: both implementations against ml_dtypes and a block-by-block definition."""
+
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from fp8_safeguard.kernels import quantize
+from fp8_safeguard.kernels.codes import BLOCK, get_format
+from fp8_safeguard.monitor import formats
+
+FORMATS = ("e4m3", "e5m2")
+LAYOUTS = ("row", "col", "tile")
+Brute = Callable[..., tuple[Any, Any]]
+
+
+def spread(scales: torch.Tensor, layout: str, shape: torch.Size) -> np.ndarray:
+    """Scale of every element of a matrix."""
+    values = scales.numpy()
+    if layout != "row":
+        values = values.repeat(BLOCK, axis=0)[: shape[0]]
+    if layout != "col":
+        values = values.repeat(BLOCK, axis=1)[:, : shape[1]]
+    return values
+
+
+def assert_same(
+    x: torch.Tensor, layout: str, fmt: str, options: tuple[str, float], implementation: Any, brute: Brute
+) -> None:
+    """Codes and scales of x equal the oracle's in every bit."""
+    scale, multiplier = options
+    codes, scales = implementation.quantize_rows(
+        x, [0, x.shape[0]], layout, get_format(fmt), scale, multiplier
+    )
+    expected_codes, expected_scales = brute(x.float().numpy(), layout, fmt, scale, multiplier)
+    assert scales.dtype == torch.float32
+    np.testing.assert_array_equal(
+        spread(scales, layout, x.shape).view(np.int32), expected_scales.view(np.int32)
+    )
+    np.testing.assert_array_equal(codes.view(torch.uint8).numpy(), expected_codes)
+
+
+@pytest.mark.parametrize("options", [("fp32", 1.0), ("pow2", 1.0), ("fp32", 0.25), ("pow2", 8.0)])
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_bfloat16_value(
+    bfloat16_values: Any, layout: str, fmt: str, options: Any, implementation: Any, brute: Brute
+) -> None:
+    assert_same(bfloat16_values, layout, fmt, options, implementation, brute)
+
+
+@pytest.mark.parametrize("options", [("fp32", 1.0), ("pow2", 0.5)])
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_a_million_random_bit_patterns(
+    random_bits: Any, fmt: str, options: Any, implementation: Any, brute: Brute
+) -> None:
+    assert_same(random_bits, "row", fmt, options, implementation, brute)
+
+
+@pytest.mark.parametrize("layout", ["col", "tile"])
+def test_random_bit_patterns_in_the_other_layouts(
+    random_bits: Any, layout: str, implementation: Any, brute: Brute
+) -> None:
+    assert_same(random_bits[:4096], layout, "e4m3", ("fp32", 1.0), implementation, brute)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_million_log_gaussian_values(
+    log_gaussian: Any, layout: str, fmt: str, implementation: Any, brute: Brute
+) -> None:
+    assert_same(log_gaussian, layout, fmt, ("fp32", 1.0), implementation, brute)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 300), (300, 1), (129, 257), (200, 130), (128, 128)])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ragged_edges(
+    shape: tuple[int, int], layout: str, generator: torch.Generator, implementation: Any, brute: Brute
+) -> None:
+    x = torch.randn(shape, generator=generator)
+    assert_same(x, layout, "e4m3", ("fp32", 1.0), implementation, brute)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_ties_and_their_neighbours_round_to_even(fmt: str, implementation: Any) -> None:
+    """Every midpoint between two codes, one ulp below, on and above it, at scale 1."""
+    grid = np.sort(np.arange(256).astype(np.uint8).view(ML_DTYPES[fmt]).astype(np.float64))
+    grid = np.unique(grid[np.isfinite(grid)])
+    middle = ((grid[1:] + grid[:-1]) / 2).astype(np.float32)
+    points = np.concatenate(
+        [np.nextafter(middle, np.float32(-np.inf)), middle, np.nextafter(middle, np.float32(np.inf))]
+    )
+    lines = np.zeros((-(-len(points) // 127), 128), np.float32)
+    lines[:, 0] = MAXIMUM[fmt]  # makes every scale exactly 1
+    lines[:, 1:].flat[: len(points)] = points
+    x = torch.from_numpy(lines)
+    codes, scales = implementation.quantize_rows(x, [0, len(lines)], "row", get_format(fmt), "fp32", 1.0)
+    assert (scales == 1).all()
+    np.testing.assert_array_equal(
+        codes.view(torch.uint8).numpy(), lines.astype(ML_DTYPES[fmt]).view(np.uint8)
+    )
+
+
+ML_DTYPES = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
+MAXIMUM = {"e4m3": 448.0, "e5m2": 57344.0}
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("power", range(-149, 128, 3))
+def test_scale_and_codes_at_every_magnitude(power: int, fmt: str, implementation: Any, brute: Brute) -> None:
+    """Blocks from the smallest subnormal to the largest float32: no scale is zero or has an infinite reciprocal."""
+    steps = torch.linspace(-1.99, 1.99, 128, dtype=torch.float64)
+    x = (steps * 2.0**power).float()[None]
+    for options in (("fp32", 1.0), ("pow2", 1.0), ("fp32", 2.0**-20), ("fp32", 2.0**40)):
+        assert_same(x, "row", fmt, options, implementation, brute)
+
+
+def test_scale_floor_keeps_single_smallest_subnormal(implementation: Any) -> None:
+    x = torch.zeros(1, 128)
+    x[0, 3] = 2.0**-149
+    codes, scales = implementation.quantize_rows(x, [0, 1], "row", get_format("e4m3"), "fp32", 1.0)
+    assert scales.item() == 2.0**-149
+    assert codes[0, 3].float().item() == 1.0
+
+
+@pytest.mark.parametrize(("fmt", "edge"), [("e4m3", 464.0), ("e5m2", 61440.0)])
+def test_values_around_the_saturation_edge_take_the_largest_code(
+    fmt: str, edge: float, implementation: Any
+) -> None:
+    """A multiplier of 1/2 lets ratios reach twice the maximum: clamped, never the NaN code."""
+    x = torch.tensor([[MAXIMUM[fmt], edge / 2, -edge / 2, edge / 2 + 1, -MAXIMUM[fmt]]])
+    codes, scales = implementation.quantize_rows(x, [0, 1], "row", get_format(fmt), "fp32", 0.5)
+    assert scales.item() == 0.5
+    assert codes.float().tolist() == [
+        [MAXIMUM[fmt], MAXIMUM[fmt], -MAXIMUM[fmt], MAXIMUM[fmt], -MAXIMUM[fmt]]
+    ]
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_nonfinite_elements_become_the_nan_code_and_leave_the_scale_alone(
+    layout: str, fmt: str, generator: torch.Generator, implementation: Any, brute: Brute
+) -> None:
+    x = torch.randn(140, 150, generator=generator)
+    x[3, 5], x[139, 149], x[0, 0] = float("nan"), float("inf"), -float("inf")
+    x[:, 7] = float("nan")
+    assert_same(x, layout, fmt, ("fp32", 1.0), implementation, brute)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("layout", ["row", "tile"])
+def test_b26_all_zero_block_and_row_stay_zero_with_a_finite_scale(
+    layout: str, fmt: str, generator: torch.Generator
+) -> None:
+    x = torch.randn(128, 256, generator=generator)
+    x[5] = 0
+    x[0, 128:256] = 0
+    quantized = quantize(x, layout=layout, fmt=fmt)
+    assert torch.isfinite(quantized.scale).all()
+    assert (quantized.scale > 0).all()
+    restored = quantized.dequantize()
+    assert torch.isfinite(restored).all()
+    assert (restored[5] == 0).all()
+    assert (restored[0, 128:] == 0).all()
+
+
+def test_b28_no_amax_floor_eats_small_gradients(implementation: Any) -> None:
+    x = (torch.arange(1, 9, dtype=torch.float64) / 8 * 1e-9).float()[None]
+    codes, scales = implementation.quantize_rows(x, [0, 1], "row", get_format("e4m3"), "fp32", 1.0)
+    restored = codes.double() * scales.double()
+    assert ((restored - x.double()).abs() <= 0.0625 * x.double()).all()
+
+
+def test_b44_subnormal_codes_of_both_formats(implementation: Any) -> None:
+    """All 256 codes decode as the formula says, and the encoder hits the subnormals by their quanta."""
+    for fmt, points, expected in (
+        ("e4m3", [2**-9, 2**-10, 2**-10 * 1.01, 3 * 2**-10, 2**-6], [1, 0, 1, 2, 8]),
+        ("e5m2", [2**-16, 2**-17, 2**-17 * 1.01, 3 * 2**-17, 2**-14], [1, 0, 1, 2, 4]),
+    ):
+        x = torch.tensor([[MAXIMUM[fmt], *points]])
+        codes, _ = implementation.quantize_rows(x, [0, 1], "row", get_format(fmt), "fp32", 1.0)
+        assert codes.view(torch.uint8)[0, 1:].tolist() == expected
+        every = torch.arange(256, dtype=torch.uint8)
+        decoded = every.view(get_format(fmt).dtype).double().numpy()
+        np.testing.assert_array_equal(decoded, formats.decode(every.numpy(), fmt))
+
+
+def test_float64_is_rounded_to_float32_first() -> None:
+    x = torch.tensor([[1.0 + 2.0**-30, 3.0, 1e300]], dtype=torch.float64)
+    quantized, narrow = quantize(x), quantize(x.float())
+    assert torch.equal(quantized.data.view(torch.uint8), narrow.data.view(torch.uint8))
+    assert torch.equal(quantized.scale, narrow.scale)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_float16_equals_its_float32_values(layout: str, generator: torch.Generator) -> None:
+    x = torch.randn(130, 140, generator=generator).half()
+    half, full = quantize(x, layout=layout), quantize(x.float(), layout=layout)
+    assert torch.equal(half.data.view(torch.uint8), full.data.view(torch.uint8))
+    assert torch.equal(half.scale, full.scale)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_compiled_quotient_equals_division(fmt: str) -> None:
+    """The compiled path multiplies by a reciprocal and corrects: the result must be that of a division."""
+    from fp8_safeguard.kernels import numba_bits
+
+    rng = np.random.default_rng(5)
+    s = (rng.random(300_000) + 1).astype(np.float32) * np.float32(2.0) ** rng.integers(
+        -79, 79, 300_000
+    ).astype(np.float32)
+    ratio = (rng.random(300_000) * MAXIMUM[fmt]).astype(np.float32)
+    x = (ratio * s).astype(np.float32)
+    got = np.array(
+        [numba_bits.quotient(*pair, np.float32(1) / pair[1]) for pair in zip(x[:3000], s[:3000], strict=True)]
+    )
+    np.testing.assert_array_equal(got, x[:3000] / s[:3000])

@@ -1,0 +1,267 @@
+"""When the policy runs, what it changes, and what people may change."""
+
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+API = "/api/v1/runs/demo"
+BAD = "blocks.0.mlp"
+
+
+@pytest.fixture
+def post(client: TestClient, documents: Any) -> Any:
+    """Posts a step of a run; `error` is the relative error of one layer's recomputed dgrad."""
+
+    def post(step: int, error: float = 0.025, **header: Any) -> dict[str, Any]:
+        slots = documents.slots(8)
+        values = [documents.values(slot) for slot in slots]
+        for slot, row in zip(slots, values, strict=True):
+            if slot["layer"] == BAD and slot.get("gemm") == "dgrad":
+                row["sum_sq_err"] = row["sum_sq"] * error**2
+        header = {"mode": "enforce", **header}
+        answer = client.post(f"{API}/samples", json=documents.sample(step, slots, values, **header))
+        assert answer.status_code == 200, answer.text
+        reply: dict[str, Any] = answer.json()
+        return reply
+
+    return post
+
+
+def states(client: TestClient) -> list[str]:
+    return [item["state"] for item in client.get(f"{API}/decisions").json()["items"]]
+
+
+def test_with_one_group_the_decision_is_in_the_reply_that_caused_it(client: TestClient, post: Any) -> None:
+    for step in range(4):
+        assert post(step)["decisions"] == []
+    reply = post(4, error=0.5)
+    (decision,) = reply["decisions"]
+    assert {name: decision[name] for name in ("run", "step", "layer", "target", "action", "state")} == {
+        "run": "demo",
+        "step": 4,
+        "layer": BAD,
+        "target": {"gemm": "dgrad"},
+        "action": "bf16_fallback",
+        "state": "sent",
+    }
+    assert decision["not_before_step"] == 5
+    assert reply["plan_version"] == 1
+    (entry,) = reply["plan"]["entries"]
+    assert (entry["layer"], entry["decision_id"]) == (BAD, decision["id"])
+    assert client.get(f"{API}/plan").json() == reply["plan"]
+    assert [alert["layer"] for alert in reply["alerts"]] == [BAD]
+    assert client.get(f"{API}/alerts").json()["items"] == reply["alerts"]
+
+
+def test_the_plan_is_sent_only_to_a_client_with_an_older_one(post: Any) -> None:
+    assert post(0, error=0.5)["plan"]["version"] == 1
+    assert post(1, plan_version=0)["plan"]["version"] == 1
+    assert post(2, plan_version=1, effective_step=3)["plan"] is None
+    assert post(3, plan_version=1)["plan_version"] == 1
+
+
+def test_a_reported_effective_step_makes_decisions_applied(client: TestClient, post: Any) -> None:
+    post(0, error=0.5)
+    post(1, plan_version=0)
+    assert states(client) == ["sent"]
+    post(2, plan_version=1, effective_step=3)
+    (decision,) = client.get(f"{API}/decisions").json()["items"]
+    assert (decision["state"], decision["effective_step"]) == ("applied", 3)
+    post(4, plan_version=1, effective_step=9)
+    assert client.get(f"{API}/decisions").json()["items"][0]["effective_step"] == 3
+
+
+def test_layers_and_run_show_the_fallback(client: TestClient, post: Any) -> None:
+    post(0)
+    assert client.get(API).json()["state"] == "healthy"
+    post(1, error=0.5)
+    listed = {item["layer"]: item for item in client.get(f"{API}/layers").json()["items"]}
+    assert listed[BAD]["state"] == "fallback"
+    assert listed[BAD]["precision"] == {"fprop": "fp8", "dgrad": "bf16", "wgrad": "fp8"}
+    assert listed[BAD]["worst"] == {
+        "metric": "relative_error",
+        "operand": None,
+        "layout": None,
+        "gemm": "dgrad",
+        "value": pytest.approx(0.5),
+        "threshold": 0.05,
+        "step": 1,
+    }
+    assert listed["blocks.1.mlp"]["state"] == "healthy"
+    assert client.get(f"{API}/layers").json()["items"][0]["layer"] == BAD
+    detail = client.get(API).json()
+    assert (detail["state"], detail["verdict"]["state"]) == ("fallback", "fallback")
+    assert 0 < detail["fallback_budget_used_ratio"] <= 1
+    filtered = client.get(f"{API}/layers", params={"state": "fallback"}).json()["items"]
+    assert [item["layer"] for item in filtered] == [BAD]
+
+
+def test_observe_stores_proposals_and_leaves_the_plan(client: TestClient, post: Any) -> None:
+    reply = post(0, error=0.5, mode="observe")
+    assert [decision["state"] for decision in reply["decisions"]] == ["proposed"]
+    assert (reply["plan_version"], reply["plan"]) == (0, None)
+    refused = client.post(f"/api/v1/decisions/{reply['decisions'][0]['id']}:approve")
+    assert (refused.status_code, refused.json()["type"]) == (409, "mode-conflict")
+    assert client.get(f"{API}/plan").json() == {"version": 0, "entries": []}
+    assert client.get(API).json()["state"] == "unstable"
+
+
+def test_advise_waits_for_a_person(client: TestClient, post: Any) -> None:
+    made = post(0, error=0.5, mode="advise")["decisions"][0]
+    assert made["state"] == "proposed"
+    approved = client.post(f"/api/v1/decisions/{made['id']}:approve", json={"by": "ada"}).json()
+    assert (approved["state"], approved["actor"]) == ("approved", "ada")
+    assert post(1)["plan"]["entries"][0]["decision_id"] == made["id"]
+    assert states(client) == ["sent"]
+    again = client.post(f"/api/v1/decisions/{made['id']}:approve")
+    assert (again.status_code, again.json()["type"]) == (409, "decision-state")
+    post(2, plan_version=1, effective_step=4)
+    assert states(client) == ["applied"]
+    assert client.post(f"/api/v1/decisions/{made['id']}:revert").json()["state"] == "reverted"
+    assert client.get(f"{API}/plan").json() == {"version": 2, "entries": []}
+
+
+def test_a_rejected_proposal_rests(client: TestClient, post: Any) -> None:
+    made = post(0, error=0.5, mode="advise")["decisions"][0]
+    assert client.post(f"/api/v1/decisions/{made['id']}:reject").json()["state"] == "rejected"
+    assert post(1, error=0.5)["decisions"] == []
+    assert client.post("/api/v1/decisions/demo-99:reject").json()["type"] == "decision-not-found"
+    assert client.post("/api/v1/decisions/demo-99:reject").status_code == 404
+
+
+def test_the_kill_switch_empties_the_plan_and_only_observes(client: TestClient, post: Any) -> None:
+    post(0, error=0.5)
+    answer = client.post(f"{API}:kill-switch")
+    assert answer.status_code == 200
+    assert answer.json()["plan"] == {"version": 2, "entries": []}
+    assert answer.json()["run"]["mode"] == "observe"
+    assert states(client) == ["reverted"]
+    assert post(1, error=0.5, plan_version=1)["plan"] == {"version": 2, "entries": []}
+
+
+def test_a_pin_enters_the_plan_and_is_left_alone(client: TestClient, post: Any) -> None:
+    post(0)
+    pin = {"layer": BAD, "target": {"gemm": "wgrad"}, "action": "bf16_fallback", "by": "ada"}
+    put = client.put(f"{API}/pins", json=pin)
+    assert put.status_code == 200, put.text
+    assert client.get(f"{API}/plan").json()["entries"][0]["target"] == {"gemm": "wgrad"}
+    assert post(1, error=0.5)["decisions"] == []
+    assert client.get(f"{API}/pins").json()["items"][0]["actor"] == "ada"
+    gone = client.delete(f"{API}/pins", params={"layer": BAD, "gemm": "wgrad"})
+    assert gone.json() == {"items": [], "next_page_token": None}
+    assert client.get(f"{API}/plan").json()["entries"] == []
+    assert client.delete(f"{API}/pins", params={"layer": BAD}).json()["type"] == "pin-not-found"
+    assert client.put(f"{API}/pins", json={"layer": "none"}).status_code == 404
+    assert client.put(f"{API}/pins", json={"target": {}}).status_code == 422
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        '{"layer": "blocks.0.mlp", "action": "dance"}',
+        '{"layer": "blocks.0.mlp", "action": ["bf16_fallback"]}',
+        '{"layer": "blocks.0.mlp", "action": "scale_multiplier", "value": NaN}',
+        '{"layer": "blocks.0.mlp", "action": "scale_multiplier", "value": 1e999}',
+        '{"layer": "blocks.0.mlp", "action": "format", "value": "\\ud800"}',
+        '{"layer": "blocks.0.mlp", "target": {"gemm": "none"}}',
+        '{"layer": "blocks.0.mlp", "target": "all"}',
+        '{"layer": "blocks.0.mlp", "by": "\\ud800"}',
+        '{"layer": 5}',
+        '{"layer": ["\\ud800"]}',
+        "[]",
+    ],
+)
+def test_a_pin_that_cannot_be_one_is_422(client: TestClient, post: Any, body: str) -> None:
+    post(0)
+    answer = client.put(f"{API}/pins", content=body, headers={"Content-Type": "application/json"})
+    assert (answer.status_code, answer.json()["type"]) == (422, "validation")
+
+
+def test_alerts_are_acknowledged_and_silenced(client: TestClient, post: Any, clock: Any) -> None:
+    alert = post(0, error=0.5)["alerts"][0]
+    url = f"/api/v1/alerts/{alert['id']}"
+    assert client.post(f"{url}:ack", json={"by": "ada"}).json()["acknowledged_by"] == "ada"
+    assert client.post(f"{url}:silence", json={"seconds": 60}).json()["silenced"] is True
+    clock.now += 61
+    assert client.get(f"{API}/alerts").json()["items"][0]["silenced"] is False
+    assert client.post(f"{url}:silence", json={"seconds": "long"}).status_code == 422
+    assert client.post("/api/v1/alerts/999:ack").json()["type"] == "alert-not-found"
+
+
+def test_an_alert_is_resolved_once_its_slot_is_seen_healthy(client: TestClient, post: Any) -> None:
+    post(0, error=0.5)
+    for step in range(1, 8):
+        post(step)
+    assert [item["state"] for item in client.get(f"{API}/alerts").json()["items"]] == ["resolved"]
+    assert client.get(f"{API}/alerts", params={"state": "open"}).json()["items"] == []
+
+
+def test_a_step_is_decided_when_its_last_group_arrives(post: Any) -> None:
+    assert post(0, error=0.5, groups=2)["decisions"] == []
+    reply = post(0, error=0.5, group="1", groups=2)
+    assert [decision["step"] for decision in reply["decisions"]] == [0]
+
+
+def test_a_step_without_a_group_is_decided_after_four_newer_ones(post: Any) -> None:
+    for step in range(4):
+        assert post(step, error=0.5, groups=2)["decisions"] == []
+    assert [decision["step"] for decision in post(4, error=0.5, groups=2)["decisions"]] == [0]
+
+
+def test_steps_are_decided_in_order(post: Any) -> None:
+    post(1, groups=2)
+    # Step 2 is complete first, and waits for step 1.
+    post(2, error=0.5, groups=2)
+    assert post(2, error=0.5, group="1", groups=2)["decisions"] == []
+    assert [made["step"] for made in post(1, group="1", groups=2)["decisions"]] == [2]
+
+
+def test_older_steps_than_the_last_decided_are_stored_and_never_decided(
+    client: TestClient, post: Any
+) -> None:
+    post(5)
+    assert post(3, error=0.5)["decisions"] == []
+    assert post(4, error=0.5)["decisions"] == []
+    heatmap = client.get(f"{API}/heatmap", params={"metric": "relative_error", "gemm": "dgrad"}).json()
+    assert heatmap["steps"] == [3, 4, 5]
+    assert heatmap["values"][0][0] == pytest.approx(0.5)
+
+
+def test_groups_are_judged_as_one(post: Any) -> None:
+    # 0.5 in one of four groups is sqrt(0.25 / 4) over all: 25 %, still far beyond 5 %.
+    for group in ("0", "1", "2"):
+        assert post(0, groups=4, group=group)["decisions"] == []
+    decision = post(0, error=0.5, groups=4, group="3")["decisions"][0]
+    value = decision["evidence"]["signals"][0]["value"]
+    assert value == pytest.approx((0.25 / 4 + 3 / 4 * 0.025**2) ** 0.5)
+
+
+def test_a_new_attempt_is_decided_on_from_its_first_step(client: TestClient, post: Any) -> None:
+    for step in range(10):
+        post(step)
+    rewound = {"id": "1", "parent": "0", "from_step": 4}
+    reply = post(5, error=0.5, attempt=rewound)
+    assert [decision["step"] for decision in reply["decisions"]] == [5]
+    # The abandoned attempt may still speak; nobody listens.
+    assert post(10, error=0.5)["decisions"] == []
+    assert client.get(API).json()["last_step"] == 5
+
+
+def test_a_rewind_forgets_what_the_abandoned_steps_taught(client: TestClient, post: Any) -> None:
+    for step in range(6):
+        post(step)
+    for step in range(6, 12):
+        post(step, error=0.5)
+    assert client.get(f"{API}/alerts", params={"state": "open"}).json()["items"]
+    post(6, attempt={"id": "1", "parent": "0", "from_step": 5})
+    assert client.get(f"{API}/alerts", params={"state": "open"}).json()["items"] == []
+    # The plan is the run's and outlives the attempt.
+    assert len(client.get(f"{API}/plan").json()["entries"]) == 1
+
+
+def test_decision_ids_stay_unique_over_attempts(client: TestClient, post: Any) -> None:
+    post(0, error=0.5, mode="observe")
+    post(0, error=0.5, mode="observe", attempt={"id": "fresh"})
+    ids = [item["id"] for item in client.get(f"{API}/decisions").json()["items"]]
+    assert ids == ["demo-2", "demo-1"]

@@ -1,0 +1,146 @@
+"""The live stream over real HTTP: it tells, it ends, and it holds nothing."""
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import pytest
+
+from fp8_safeguard.server.events import KEPT_EVENTS, Broadcast, Event
+from fp8_safeguard.server.serve import running_server
+from fp8_safeguard.server.settings import Settings
+
+API = "/api/v1/runs/demo"
+
+
+def events(response: httpx2.Response) -> Iterator[tuple[str, dict[str, Any], str | None]]:
+    """(event, data, id) as they arrive; comments are skipped."""
+    fields: dict[str, str] = {}
+    for line in response.iter_lines():
+        if line:
+            name, _, value = line.partition(":")
+            fields[name] = value.strip()
+        elif "data" in fields:
+            yield fields["event"], json.loads(fields["data"]), fields.get("id")
+            fields = {}
+        else:
+            fields = {}
+
+
+def bad_sample(documents: Any, step: int) -> dict[str, Any]:
+    slots = documents.slots(8)
+    values = [documents.values(slot) for slot in slots]
+    values[6]["sum_sq_err"] = values[6]["sum_sq"] * 0.25
+    sample: dict[str, Any] = documents.sample(step, slots, values, mode="enforce")
+    return sample
+
+
+def test_a_stream_opens_with_the_state_and_tells_what_was_committed(
+    live: httpx2.Client, documents: Any
+) -> None:
+    live.post(f"{API}/samples", json=documents.sample(0, documents.slots(8), mode="enforce"))
+    with live.stream("GET", f"{API}/events") as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        told = events(response)
+        assert next(told)[:2] == ("state", {"state": "healthy", "mode": "enforce", "last_step": 0})
+        live.post(f"{API}/samples", json=bad_sample(documents, 1))
+        kinds: dict[str, Any] = {}
+        while "state" not in kinds:
+            kind, data, number = next(told)
+            assert number is not None
+            kinds[kind] = data
+    assert list(kinds) == ["sample", "decision", "alert", "plan", "state"]
+    assert kinds["sample"]["step"] == 1
+    assert kinds["decision"]["layer"] == "blocks.0.mlp"
+    assert kinds["plan"]["version"] == 1
+
+
+def test_a_reader_that_reconnects_is_told_what_it_missed(live: httpx2.Client, documents: Any) -> None:
+    live.post(f"{API}/samples", json=documents.sample(0))
+    with live.stream("GET", f"{API}/events") as response:
+        told = events(response)
+        next(told)
+        live.post(f"{API}/samples", json=documents.sample(1))
+        _, _, number = next(told)
+    live.post(f"{API}/samples", json=documents.sample(2))
+    live.post(f"{API}/samples", json=documents.sample(3))
+    with live.stream("GET", f"{API}/events", headers={"Last-Event-ID": str(number)}) as response:
+        told = events(response)
+        next(told)
+        assert [next(told)[1]["step"] for _ in range(2)] == [2, 3]
+
+
+def test_a_stream_of_an_unknown_run_is_404(live: httpx2.Client) -> None:
+    answer = live.get("/api/v1/runs/none/events")
+    assert (answer.status_code, answer.json()["type"]) == (404, "run-not-found")
+
+
+def test_b70_streams_pin_no_connection_and_do_not_hold_up_ingest(settings: Settings, documents: Any) -> None:
+    with running_server(settings) as url, httpx2.Client(base_url=url, timeout=30) as client:
+        client.post(f"{API}/samples", json=documents.sample(0))
+        # More readers than the pool has connections.
+        limits = httpx2.Limits(max_connections=None)
+        with httpx2.Client(base_url=url, timeout=30, limits=limits) as viewers:
+            opened = [viewers.stream("GET", f"{API}/events") for _ in range(80)]
+            responses = [stream.__enter__() for stream in opened]
+            for step in range(1, 21):
+                assert client.post(f"{API}/samples", json=documents.sample(step)).status_code == 200
+            steps = [[next(told)[1].get("step") for _ in range(21)] for told in map(events, responses)]
+            assert steps == [[None, *range(1, 21)]] * 80
+            for stream in opened:
+                stream.__exit__(None, None, None)
+        assert client.get(API).json()["last_step"] == 20
+
+
+def test_the_server_stops_with_streams_open(settings: Settings, documents: Any) -> None:
+    ended = threading.Event()
+
+    def watch(url: str) -> None:
+        with httpx2.stream("GET", f"{url}{API}/events", timeout=30) as response:
+            for _ in response.iter_lines():
+                pass
+        ended.set()
+
+    with running_server(settings) as url:
+        httpx2.post(f"{url}{API}/samples", json=documents.sample(0))
+        viewer = threading.Thread(target=watch, args=(url,))
+        viewer.start()
+        time.sleep(0.3)
+        leaving = time.monotonic()
+    assert ended.wait(10)
+    viewer.join()
+    assert time.monotonic() - leaving < 4
+    with pytest.raises(httpx2.TransportError):
+        httpx2.get(url)
+
+
+def test_a_slow_reader_loses_the_oldest_events_and_nobody_waits() -> None:
+    async def scenario() -> tuple[list[int], int]:
+        broadcast = Broadcast(queue_events=4)
+        reader = broadcast.subscribe("demo")
+        broadcast.publish(Event(run="demo", kind="sample", data={"step": step}) for step in range(10))
+        broadcast.publish([Event(run="other", kind="sample", data={})])
+        await asyncio.sleep(0)
+        held = [reader.queue.get_nowait() for _ in range(reader.queue.qsize())]
+        broadcast.unsubscribe(reader)
+        assert broadcast.readers() == 0
+        return [event.data["step"] for event in held if event is not None], reader.lost
+
+    assert asyncio.run(scenario()) == ([6, 7, 8, 9], 6)
+
+
+def test_only_the_newest_events_are_kept_for_those_who_reconnect() -> None:
+    async def scenario() -> list[int]:
+        broadcast = Broadcast(queue_events=KEPT_EVENTS + 10)
+        broadcast.publish(
+            Event(run="demo", kind="sample", data={"step": step}) for step in range(KEPT_EVENTS + 5)
+        )
+        reader = broadcast.subscribe("demo", after=0)
+        held = [reader.queue.get_nowait() for _ in range(reader.queue.qsize())]
+        return [event.number for event in held if event is not None]
+
+    assert asyncio.run(scenario()) == list(range(6, KEPT_EVENTS + 6))
