@@ -3,7 +3,7 @@
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 import uvicorn
@@ -72,7 +72,8 @@ def run(settings: Settings) -> None:
     server = _server(settings)
     listener, url = _listen(settings)
     print(f"fp8-safeguard serves {url}", flush=True)  # noqa: T201 (the address is this command's output)
-    with listener:
+    # Uvicorn stops in good order and then passes the interrupt on; that is this command's normal end.
+    with listener, suppress(KeyboardInterrupt):
         server.run(sockets=[listener])
 
 

@@ -150,16 +150,7 @@ def _complete_values(conn: Connection, parts: list[Row[Any]], sample: Sample) ->
 
 def _count_nonfinite(conn: Connection, run_id: int, sample: Sample, fresh: list[int]) -> None:
     """Keep the totals behind the nonfinite counter: each tensor once, whatever its layouts and experts."""
-    counts = sample.columns["nan"] + sample.columns["inf"]
-    found: dict[tuple[str, str], int] = {}
-    for place in fresh:
-        slot = sample.slots[place]
-        if slot.operand is None or slot.variant is not None or slot.expert is not None or not counts[place]:
-            continue
-        key = (slot.layer, slot.operand)
-        # The layouts of an operand hold the same elements.
-        found[key] = max(found.get(key, 0), int(counts[place]))
-    for (layer, operand), count in found.items():
+    for (layer, operand), count in _nonfinite_of(sample, fresh).items():
         key_is = (
             nonfinite_totals.c.run_id == run_id,
             nonfinite_totals.c.layer == layer,
@@ -171,3 +162,21 @@ def _count_nonfinite(conn: Connection, run_id: int, sample: Sample, fresh: list[
         if not changed.rowcount:
             row = {"run_id": run_id, "layer": layer, "operand": operand, "total": count}
             conn.execute(nonfinite_totals.insert().values(row))
+
+
+def _nonfinite_of(sample: Sample, fresh: list[int]) -> dict[tuple[str, str], int]:
+    """NaN and Inf elements of each operand, where there are any. An aggregate already holds its experts."""
+    counts = sample.columns["nan"] + sample.columns["inf"]
+    own: dict[tuple[str, str, str | None], int] = {}
+    experts: dict[tuple[str, str, str | None], int] = {}
+    for place in fresh if counts.any() else ():
+        slot = sample.slots[place]
+        if slot.operand is not None and slot.variant is None:
+            key = (slot.layer, slot.operand, slot.layout)
+            held = own if slot.expert is None else experts
+            held[key] = held.get(key, 0) + int(counts[place])
+    found: dict[tuple[str, str], int] = {}
+    for (layer, operand, _), count in {**experts, **own}.items():
+        # The layouts of an operand hold the same elements.
+        found[layer, operand] = max(found.get((layer, operand), 0), count)
+    return {key: count for key, count in found.items() if count}

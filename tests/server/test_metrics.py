@@ -131,6 +131,21 @@ def test_nonfinite_values_are_counted_once_each(client: TestClient, documents: A
     assert value(found, "nonfinite_values_total", run="demo", layer="blocks.0.mlp", operand="dy") == 0
 
 
+def test_nonfinite_values_of_experts_count_unless_their_layer_already_says_so(
+    client: TestClient, documents: Any
+) -> None:
+    slot = {"operand": "x", "layout": "row"}
+    slots = [
+        {"index": 0, "layer": "whole", **slot},
+        *({"index": 1, "layer": layer, "expert": e, **slot} for layer in ("whole", "parts") for e in (2, 5)),
+    ]
+    values = [documents.values(slot, nan=4 if n == 0 else 2) for n, slot in enumerate(slots)]
+    client.post(f"{API}/demo/samples", json=documents.sample(0, slots, values))
+    found = scrape(client)
+    for layer in ("whole", "parts"):
+        assert value(found, "nonfinite_values_total", run="demo", layer=layer, operand="x") == 4
+
+
 NAMES = ['a"b\n\\c', "ends in \\", "ü/%20{}", "a.b", "a_b"]
 
 
