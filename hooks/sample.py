@@ -96,6 +96,7 @@ class SampleBuilder:
             groups=self.options.groups,
             step=record.step,
             mode=self.options.mode,
+            thresholds=self.options.thresholds,
             plan_version=record.plan_version,
             effective_step=record.effective_step,
             overhead_ratio=record.overhead_ratio,

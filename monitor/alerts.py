@@ -46,6 +46,9 @@ class Alert:
     origin: str
     """Where the threshold comes from."""
     first_step: int
+    """First step of the breach, before hysteresis."""
+    step: int
+    """The step whose sample opened the alert."""
     last_step: int
     """The latest step in breach."""
 
@@ -110,7 +113,7 @@ def follow_alerts(
     for key, breach in breaches.items():
         lasted = evidence[key].watch >= hysteresis or breach.severity == "act" or breach.instant
         if key in after or lasted:
-            first_step = after[key].first_step if key in after else evidence[key].first_step
+            opened = after.get(key)
             after[key] = Alert(
                 rule=breach.rule.rule,
                 severity=breach.severity,
@@ -119,7 +122,8 @@ def follow_alerts(
                 value=breach.value,
                 threshold=breach.limit,
                 origin=breach.rule.origin,
-                first_step=first_step,
+                first_step=opened.first_step if opened else evidence[key].first_step,
+                step=opened.step if opened else step,
                 last_step=step,
             )
     return after

@@ -209,7 +209,11 @@ def _breaches(
 def _levels(on: _RuleOnSlots, median: FloatArray) -> tuple[FloatArray, FloatArray]:
     """Levels in force (`watch_level` and `act_level` of thresholds, over arrays)."""
     rule = on.rule
-    watch = on.watch if rule.watch_over_median is None else rule.watch_over_median * median
+    watch = on.watch
+    if rule.watch_over_median is not None:
+        # NaN where there is no median yet: no level. A rule without a fixed level has NaN there.
+        relative = rule.watch_over_median * median
+        watch = np.where(np.isnan(relative), np.nan, np.fmax(watch, relative))
     if rule.act_over_median is None:
         return watch, on.act
     relaxed = np.fmax(on.act, rule.act_over_median * median)

@@ -22,6 +22,10 @@ Remedy = Literal["fallback", "unjudged", "scale", "pair", "none"]
 
 E5M2_SHIFT_DB = -6.0
 E5M2_ERROR_FACTOR = 2.0
+TWO_OPERAND_FLOOR = 0.04
+"""Just above what rounding both operands of a GEMM to E4M3 does to Gaussian data: sqrt(2) x 2.57 % = 3.6 %. An error below
+it is the format's own, however far it lies above the slot's median."""
+
 MEDIAN_CAP = 2.0
 """The own median relaxes an act level up to this factor: a slot that creeps up must not teach its own threshold."""
 
@@ -47,7 +51,7 @@ class Threshold:
     origin: str
     """Where the numbers come from, for people."""
     watch_over_median: float | None = None
-    """Watch level as a multiple of the slot's own median (no level until there is one)."""
+    """Watch level as a multiple of the slot's own median (no level until there is one), and not below `watch` if given."""
     act_over_median: float | None = None
     """Raises the act level to this multiple of the slot's own median, up to MEDIAN_CAP times itself."""
     instant: float | None = None
@@ -96,6 +100,7 @@ def _gemm_errors() -> Sequence[Threshold]:
             rule="gemm-error",
             metric="relative_error",
             gemm=gemm,
+            watch=TWO_OPERAND_FLOOR,
             act=0.05,
             instant=0.15,
             watch_over_median=1.3,
@@ -110,6 +115,7 @@ def _gemm_errors() -> Sequence[Threshold]:
         rule="gemm-error",
         metric="relative_error",
         gemm="wgrad",
+        watch=TWO_OPERAND_FLOOR,
         act=0.08,
         instant=0.90,
         watch_over_median=2.0,
@@ -178,10 +184,12 @@ def _operand_rules() -> Sequence[Threshold]:
                 remedy="scale",
                 origin="block scales saturate nothing; a multiplier below 1 or a stale scale does",
             ),
+            # Every layout of an operand has the same amax and kurtosis: one of them speaks.
             Threshold(
                 rule="amax-jump",
                 metric="amax",
                 operand=operand,
+                layout="tile" if operand == "w" else "row",
                 watch_over_median=16.0,
                 origin="twice the largest healthy swing of a slot's amax; never a reason to act",
             ),
@@ -189,6 +197,7 @@ def _operand_rules() -> Sequence[Threshold]:
                 rule="kurtosis-jump",
                 metric="kurtosis",
                 operand=operand,
+                layout="tile" if operand == "w" else "row",
                 watch_over_median=100.0,
                 origin="twice the largest healthy swing of a slot's kurtosis; never a reason to act",
             ),
@@ -289,9 +298,12 @@ def thresholds_for(
 
 def watch_level(rule: Threshold, fmt: str | None, median: float | None) -> float | None:
     """The level in force for a slot of that format and own median; None where there is none yet."""
-    if rule.watch_over_median is not None:
-        return rule.watch_over_median * median if median is not None and median > 0 else None
-    return rule.level("watch", fmt)
+    fixed = rule.level("watch", fmt)
+    if rule.watch_over_median is None:
+        return fixed
+    if median is None or median <= 0:
+        return None
+    return max(fixed or 0.0, rule.watch_over_median * median)
 
 
 def act_level(rule: Threshold, fmt: str | None, median: float | None) -> float | None:

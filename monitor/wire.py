@@ -19,6 +19,7 @@ from fp8_safeguard.monitor.metrics import ALL_COLUMNS
 from fp8_safeguard.monitor.numbers import decode_number, encode_number
 from fp8_safeguard.monitor.slots import Slot, SlotError, is_count, slots_id
 from fp8_safeguard.monitor.stats import TensorStats
+from fp8_safeguard.monitor.thresholds import PRESETS
 
 __all__ = [
     "ACCEPTED_SCHEMAS",
@@ -86,6 +87,8 @@ class Sample:
     groups: int = 1
     step: int
     mode: str = "observe"
+    thresholds: str = "floor"
+    """Preset that the run is judged by; like the mode, the run's first sample sets it."""
     plan_version: int = 0
     effective_step: int | None = None
     overhead_ratio: float | None = None
@@ -144,6 +147,7 @@ def parse_sample(body: Any, *, known_slots: Callable[[str], tuple[Slot, ...] | N
         "groups": reader.count("groups", 1, least=1),
         "step": reader.count("step", required=True),
         "mode": reader.choice("mode", MODES, "observe"),
+        "thresholds": reader.choice("thresholds", tuple(PRESETS), "floor"),
         "plan_version": reader.count("plan_version", 0),
         "effective_step": reader.count("effective_step", None),
         "overhead_ratio": reader.number("overhead_ratio", finite=True),
@@ -178,6 +182,7 @@ def sample_to_wire(sample: Sample, *, binary: bool, by_id: bool = False) -> dict
         "groups": sample.groups,
         "step": sample.step,
         "mode": sample.mode,
+        "thresholds": sample.thresholds,
         "plan_version": sample.plan_version,
         "effective_step": sample.effective_step,
         "overhead_ratio": sample.overhead_ratio,

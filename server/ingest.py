@@ -25,7 +25,6 @@ from fp8_safeguard.server.storing import store_sample
 from fp8_safeguard.server.tables import attempts, runs
 
 _LOGGER = logging.getLogger("fp8_safeguard.server")
-DEFAULT_PRESET = "floor"
 
 
 @dataclass(frozen=True)
@@ -138,7 +137,7 @@ def _accept(conn: Connection, run: str, sample: Sample, now: float) -> tuple[dic
 
 
 def _ensure_run(conn: Connection, run: str, sample: Sample, now: float) -> Row[Any]:
-    """The run's row; its first sample makes it, and sets the mode."""
+    """The run's row; its first sample makes it, and sets mode and thresholds."""
     query = select(runs).where(runs.c.name == run)
     found = conn.execute(query).one_or_none()
     if found is not None:
@@ -147,7 +146,7 @@ def _ensure_run(conn: Connection, run: str, sample: Sample, now: float) -> Row[A
         runs.insert().values(
             name=run,
             mode=sample.mode,
-            preset=DEFAULT_PRESET,
+            preset=sample.thresholds,
             plan_version=0,
             plan="[]",
             created_at=now,

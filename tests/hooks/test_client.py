@@ -301,6 +301,25 @@ class TestTheEndOfTheProcess:
         assert process.returncode == 7
         assert sorted(sample["step"] for sample in endpoint.samples) == [0, 1]
 
+    def test_b74_after_a_handler_that_goes_on_so_does_the_monitor(
+        self, endpoint: Any, watch: Watch, train: Train
+    ) -> None:
+        seen: list[int] = []
+        before = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(len(endpoint.samples)))
+        try:
+            model = nn.Linear(8, 8)
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            guard = watch(model, server=endpoint.url, run="term")
+            train(model, optimizer, 2)
+            signal.raise_signal(signal.SIGTERM)
+            train(model, optimizer)
+            assert guard.flush(10)
+            guard.detach()
+        finally:
+            signal.signal(signal.SIGTERM, before)
+        assert seen == [2]
+        assert [sample["step"] for sample in endpoint.samples] == [0, 1, 2]
+
     def test_b75_forked_workers_with_the_model_finish_and_report_nothing(
         self, endpoint: Any, watch: Watch, train: Train
     ) -> None:

@@ -17,9 +17,20 @@ from fp8_safeguard.kernels import (
     fp8_grouped_linear,
     fp8_linear,
     quantize,
+    tiles,
 )
 
 BF16 = LinearPrecision(fprop="bf16", dgrad="bf16", wgrad="bf16")
+
+
+@pytest.fixture(params=["tiles", "float32"], autouse=True)
+def route(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways to multiply: matrix tiles where the processor has them, and float32 products."""
+    if request.param == "float32":
+        monkeypatch.setattr(tiles, "usable", lambda x: False)
+    elif not tiles.usable(torch.empty(0)):
+        pytest.skip("this processor has no bfloat16 matrix tiles")
+    return str(request.param)
 
 
 def dequantised(x: Tensor, layout: str, operand: OperandFormat) -> Tensor:

@@ -183,7 +183,7 @@ def test_a_watch_breach_alerts_with_its_second_sample_and_resolves_after_three_c
             (alert,) = state.alerts.values()
     assert seen == [0, 0, 0, 1, 1, 1, 1, 1, 1, 0]
     assert (alert.rule, alert.severity, alert.metric) == ("underflow", "watch", "underflow_ratio")
-    assert (alert.first_step, alert.last_step, alert.threshold) == (2, 6, 0.005)
+    assert (alert.first_step, alert.step, alert.last_step, alert.threshold) == (2, 3, 6, 0.005)
     assert alert.slot == Slot("blocks.0.o", operand="dy", layout="row")
     assert alert.value == pytest.approx(0.006, rel=1e-3)
 
@@ -369,8 +369,8 @@ def test_what_a_non_finite_step_measured_is_no_norm(slots: Any, observation: Any
     jump = {("blocks.0.o", "x row"): {"amax": 1000.0}}
     sick = {**jump, (LAYER, "wgrad"): {"nan": 1}}
     state, _ = follow(observation(step, slots, sick) for step in range(7))
-    state, _ = follow((observation(step, slots) for step in range(7, 12)), state=state)
-    state, _ = follow((observation(step, slots, jump) for step in range(12, 14)), state=state)
+    state, _ = follow((observation(step, slots) for step in range(7, 11)), state=state)
+    state, _ = follow((observation(step, slots, jump) for step in range(11, 13)), state=state)
     assert [alert.rule for alert in state.alerts.values()] == ["amax-jump"]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from fp8_safeguard.monitor.budget import fallbacks
@@ -95,6 +95,33 @@ def test_never_above_budget_and_one_change_a_spot_within_the_dwell(
             assert state.plan.version == 0
 
 
+@example(
+    # Restored at step 9, ill again at 14.
+    lengths=[3, 2, 9, 4, 10],
+    config=PolicyConfig(run="r", mode="enforce", dwell_steps=DWELL, restore_samples=2, budget_ratio=0.5),
+)
+@given(lengths=st.lists(st.integers(1, 14), min_size=3, max_size=8), config=configs)
+@settings(
+    max_examples=20,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+def test_a_fault_that_comes_and_goes_changes_its_spots_once_a_dwell(
+    make_slots: Any, observation: Any, lengths: Any, config: Any
+) -> None:
+    slots, state, last, step = make_slots(1), PolicyState(), {}, 0
+    fault = {(LAYERS[0], "x row"): {"underflow_ratio": 0.3}, (LAYERS[0], "w tile"): {"underflow_ratio": 0.05}}
+    for turn, length in enumerate(lengths):
+        for _ in range(length):
+            state, decisions = decide(state, observation(step, slots, fault if turn % 2 else {}), config)
+            for made in decisions:
+                if made.action != "advice":
+                    assert step - last.get(made.target.key, -DWELL) >= DWELL
+                    last[made.target.key] = step
+            step += 1
+
+
 @any_course
 def test_the_order_of_the_slots_is_irrelevant_and_the_outcome_repeatable(
     course: Any, spells: Any, config: Any
@@ -125,6 +152,6 @@ def test_ids_count_up_and_alerts_follow_their_steps(course: Any, spells: Any, co
         state, decisions = decide(state, seen, config)
         ids += [made.id for made in decisions]
         for alert in state.alerts.values():
-            assert alert.first_step <= alert.last_step <= seen.step
+            assert alert.first_step <= alert.step <= alert.last_step <= seen.step
             assert seen.step - alert.last_step < config.clear_samples
     assert ids == [f"r-{at + 1}" for at in range(len(ids))]

@@ -220,6 +220,7 @@ def test_b52_one_nan_rejects_nothing(body: Any) -> None:
         ("columns/amax", 3.0),
         ("columns/tile_sqnr_hist/0/3", -1),
         ("columns/tile_sqnr_hist/0/3", None),
+        ("columns/tile_sqnr_hist/0/3", 2**63),
         ("attempt/id", ""),
         ("attempt/id", 0),
         ("attempt/parent", 0),

@@ -249,6 +249,18 @@ def test_other_content_types_are_415(client: TestClient, documents: Any, kind: s
     assert (answer.status_code, answer.json()["type"]) == (415, "unsupported-media-type")
 
 
+def test_the_first_header_sets_the_thresholds_and_a_later_one_does_not(
+    client: TestClient, documents: Any
+) -> None:
+    for step, preset in enumerate(("seed", "floor")):
+        body = documents.sample(step, thresholds=preset)
+        assert client.post("/api/v1/runs/r/samples", json=body).status_code == 200
+    assert client.get("/api/v1/runs/r").json()["thresholds"] == "seed"
+    refused = client.post("/api/v1/runs/r/samples", json=documents.sample(9, thresholds="loose"))
+    assert refused.status_code == 422
+    assert [fault["pointer"] for fault in refused.json()["errors"]] == ["/thresholds"]
+
+
 def test_a_run_belongs_to_the_mode_of_its_first_header(client: TestClient, documents: Any) -> None:
     client.post(URL, json=documents.sample(0, mode="advise"))
     client.post(URL, json=documents.sample(1, mode="enforce"))
