@@ -106,7 +106,8 @@ def train_arms(options: DemoOptions, server: str, runs: dict[str, str]) -> None:
                     active.pop(message.arm).join()
                 progress.show(message)
                 while forked and waiting and len(active) < PARALLEL_ARMS:
-                    active[waiting[0]] = launch(waiting.pop(0))
+                    arm = waiting.pop(0)
+                    active[arm] = launch(arm)
     finally:
         for process in active.values():
             process.terminate()

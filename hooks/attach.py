@@ -93,7 +93,7 @@ class Guard:
         self._clock = OptimizerHook(session.on_optimizer_step)
         # The session outlives this object where attach()'s result is thrown away, but not the model's hooks.
         keeps = session.options.server or session.options.spool_dir
-        farewell = Farewell(session.finish) if keeps else None
+        farewell = Farewell(session.flush, session.finish) if keeps else None
         self._gone = weakref.finalize(session, _forget, session.client, farewell)
         self._gone.atexit = False
 
@@ -178,8 +178,7 @@ class Guard:
 
     def flush(self, timeout: float = EXIT_SECONDS) -> bool:
         """Wait until every sample has arrived and its reply is handled; False if `timeout` seconds were too few."""
-        self._session.deliver()
-        return self._session.client.flush(timeout)
+        return self._session.flush(timeout)
 
     def detach(self, timeout: float = EXIT_SECONDS) -> None:
         """Flush, then remove every trace from the model, the optimizer and the process. Twice is once."""

@@ -27,6 +27,7 @@ class Frame:
 
     def add(self, first_row: int, vectors_EV: Tensor) -> None:
         """Merge the vectors of one slot into its rows; never waits for the device."""
+        vectors_EV = vectors_EV.to(self.values.device, non_blocking=True)
         target_EV = self.values[first_row : first_row + vectors_EV.shape[0]]
         if first_row not in self.filled:
             target_EV.copy_(vectors_EV)
@@ -73,6 +74,7 @@ class Ring:
     """Frames that take turns, so that a sample on its way to the host never holds up the next one."""
 
     def __init__(self, rows: int, device: torch.device, size: int = 3) -> None:
+        self.device = device
         self._frames = [Frame(rows, device) for _ in range(size)]
         self._next = 0
 

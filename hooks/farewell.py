@@ -16,14 +16,16 @@ EXIT_SECONDS = 5.0
 
 
 class Farewell:
-    """Calls `finish(timeout)` once at exit. An earlier SIGTERM handler, and the exit code, stay what they were."""
+    """Calls `finish(timeout)` at exit. An earlier SIGTERM handler, and the exit code, stay what they were.
 
-    def __init__(self, finish: Callable[[float], object]) -> None:
+    Where a handler of the trainer's own follows, SIGTERM only flushes: training may go on to write a checkpoint.
+    """
+
+    def __init__(self, flush: Callable[[float], object], finish: Callable[[float], object]) -> None:
         # Weak: a registration at exit must not keep a guard that everybody else has forgotten.
-        self._finish = weakref.WeakMethod(finish)
+        self._flush, self._finish = weakref.WeakMethod(flush), weakref.WeakMethod(finish)
         self._process = os.getpid()
         self._previous: Any = None
-        self._signalled = False
         atexit.register(self._at_exit)
         if threading.current_thread() is threading.main_thread():
             previous = signal.getsignal(signal.SIGTERM)
@@ -37,24 +39,22 @@ class Farewell:
         main = threading.current_thread() is threading.main_thread()
         if self._previous is not None and main and signal.getsignal(signal.SIGTERM) == self._on_signal:
             signal.signal(signal.SIGTERM, self._previous)
-        self._previous = None
-
-    def _send(self) -> None:
-        finish = self._finish()
-        if finish is not None:
-            finish(EXIT_SECONDS)
+            self._previous = None
 
     def _at_exit(self) -> None:
-        if os.getpid() == self._process and not self._signalled:
-            self._send()
+        self._send(self._finish)
+
+    def _send(self, method: weakref.WeakMethod[Callable[[float], object]]) -> None:
+        send = method()
+        if send is not None and os.getpid() == self._process:
+            send(EXIT_SECONDS)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         previous = self._previous
-        if os.getpid() == self._process:
-            self._send()
-            self._signalled = True
         if callable(previous):
+            self._send(self._flush)
             previous(number, frame)
             return
+        self._send(self._finish)
         signal.signal(number, signal.SIG_DFL if previous is None else previous)
         os.kill(os.getpid(), number)

@@ -74,7 +74,8 @@ class ObservedLayer:
         return self.step
 
     def leave(self) -> None:
-        """Drop every tensor of the step."""
+        """The step is over. Frames take turns: a backward that comes too late must not find its old one."""
+        self.step.frame = None
         self.step = StepState()
 
     def fp8_module(self) -> Fp8Linear | Fp8GroupedLinear | None:

@@ -61,7 +61,7 @@ class Session:
         """Time inside our own code on the training thread."""
         self._optimizer = None if optimizer is None else weakref.ref(optimizer)
         self._scaler: weakref.ref[GradScaler] | None = None
-        self._ring = Ring(rows_of(layers), _device(model))
+        self._ring: Ring | None = None
         self._notes = Notes()
         self._pending: StepRecord | None = None
         self._picked: frozenset[int] = frozenset()
@@ -141,6 +141,11 @@ class Session:
             layer.seen = layer.seen or not record.filled.isdisjoint(layer.rows)
         self.client.submit(record)
 
+    def flush(self, timeout: float) -> bool:
+        """Wait for at most that many seconds until everything has arrived."""
+        self.deliver()
+        return self.client.flush(timeout)
+
     def finish(self, timeout: float) -> None:
         """Send what there is, for at most that many seconds, and stop sending."""
         self.deliver()
@@ -168,7 +173,7 @@ class Session:
             # A forked data-loader worker: the parent reports.
             self.active = False
             return
-        self.frame = self._ring.acquire()
+        self.frame = self._buffers().acquire()
         if self.frame is None:
             self.client.count_dropped("the device is still copying earlier samples")
             return
@@ -193,6 +198,15 @@ class Session:
         if scaler is not None:
             self._scaler = weakref.ref(scaler)
             self._notes.found_scale = scale_of(scaler)
+
+    def _buffers(self) -> Ring:
+        """The ring, made with the first sample: the model may have moved to its device after attach()."""
+        model = self.model()
+        parameter = None if model is None else next(model.parameters(), None)
+        device = torch.device("cpu") if parameter is None else parameter.device
+        if self._ring is None or self._ring.device != device:
+            self._ring = Ring(rows_of(self.layers), device)
+        return self._ring
 
     def _record(self, number: int, frame: Frame, notes: Notes) -> StepRecord:
         now = time.perf_counter()
@@ -247,11 +261,6 @@ class Session:
         model = self.model()
         # With every observed weight frozen (adapters, norms, biases) any parameter of the model will do.
         return owns(optimizer, trained or ([] if model is None else list(model.parameters())))
-
-
-def _device(model: nn.Module) -> torch.device:
-    parameter = next(model.parameters(), None)
-    return torch.device("cpu") if parameter is None else parameter.device
 
 
 def _formats(layers: list[ObservedLayer]) -> dict[int, str]:

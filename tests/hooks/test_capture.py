@@ -141,6 +141,18 @@ class TestOperands:
         assert_same(got[" w tile"], measure(array(w), layout="tile"))
         assert got[" dy row"].count == 6 * 6 * 200
 
+    @pytest.mark.parametrize("kind", [nn.Linear, Fp8Linear])
+    def test_frames_take_turns_and_every_sample_is_as_full_as_the_first(
+        self, watch: Watch, read: Read, train: Train, kind: Any
+    ) -> None:
+        model = kind(8, 8)
+        guard = watch(model)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(7):
+            train(model, optimizer)
+            assert read(guard).parts("") == ALL_PARTS - {"dgrad"}
+            assert read(guard)[" dy row"].count == 4 * 8
+
     def test_experts_travel_as_their_sum_and_the_worst_one(self, watch: Watch, read: Read) -> None:
         model = Fp8GroupedLinear(3, 200, 130)
         guard = watch(model)
