@@ -16,8 +16,8 @@ from fp8_safeguard.cli.demo_progress import Progress, make_progress
 from fp8_safeguard.cli.demo_report import DemoReport, read_report, summary_lines
 from fp8_safeguard.cli.server_process import ServerProcess
 
-TAIL_STEPS = 70
-"""Steps from the fault to the end: the harm needs about 25 to show, the means are taken over the last 20."""
+TAIL_STEPS = 50
+"""Steps from the fault to the end: the harm shows after 25 and is largest from 30 to 50, whose mean is compared."""
 MINIMUM_HEALTHY_STEPS = 60
 """Steps before the fault: the layers' own baselines need some history, and the loss its first descent."""
 PARALLEL_ARMS = 2

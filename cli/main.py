@@ -77,7 +77,7 @@ def serve(
 @app.command()
 def demo(
     headless: Annotated[bool, typer.Option("--headless", help="Open no browser, wait for nobody.")] = False,
-    steps: Annotated[int, typer.Option(help="Steps of each run; the fault comes 70 before the end.")] = 270,
+    steps: Annotated[int, typer.Option(help="Steps of each run; the fault comes 50 before the end.")] = 250,
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="Port of the server; 0 takes a free one.")
     ] = 8787,

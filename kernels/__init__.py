@@ -10,7 +10,10 @@ from fp8_safeguard.kernels.observer import GemmObserver
 from fp8_safeguard.kernels.precision import LinearPrecision, OperandFormat
 from fp8_safeguard.kernels.quantize import quantize
 from fp8_safeguard.kernels.quantized import QuantizedTensor
+from fp8_safeguard.kernels.round_trip import round_trip
 from fp8_safeguard.kernels.stats import tensor_stats
+from fp8_safeguard.kernels.tiles import gemm_backend
+from fp8_safeguard.kernels.warm_up import warm_up
 
 __all__ = [
     "Fp8GroupedLinear",
@@ -27,8 +30,11 @@ __all__ = [
     "fp8_gemm_nt",
     "fp8_grouped_linear",
     "fp8_linear",
+    "gemm_backend",
     "grouped_gemm_nt",
     "grouped_gemm_wgrad",
     "quantize",
+    "round_trip",
     "tensor_stats",
+    "warm_up",
 ]

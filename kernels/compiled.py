@@ -1,4 +1,4 @@
-"""Calls into the compiled kernels: torch tensors in, their memory seen as arrays of bits."""
+"""Calls into the compiled kernels: tensors seen as arrays of bits."""
 
 # Shapes: B matrices, R rows, C columns, S segments of rows that no block crosses.
 

@@ -40,5 +40,7 @@ def _numba_installed() -> bool:
             error,
         )
         return False
-    logger.info("FP8 kernels: backend 'numba'")
+    logger.info(
+        "FP8 kernels: backend 'numba'; each kernel compiles on its first use and is then kept on disk"
+    )
     return True

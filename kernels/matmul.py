@@ -26,13 +26,10 @@ def float32_is_exact(device: torch.device) -> bool:
 
 
 def mm_exact(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor | None = None) -> Tensor:
-    """a @ b in float32 arithmetic (float64 where the user's settings would round float32 products)."""
-    with torch.autocast(a_MK.device.type, enabled=False):
-        return _mm_exact(a_MK, b_KN, out_MN)
+    """a @ b in float32 arithmetic (float64 where the user's settings would round float32 products).
 
-
-def _mm_exact(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor | None) -> Tensor:
-    """mm_exact with autocast off."""
+    Written with `out=`, which autocast leaves alone.
+    """
     out = a_MK.new_empty(a_MK.shape[0], b_KN.shape[1]) if out_MN is None else out_MN
     if not float32_is_exact(a_MK.device):
         return out.copy_(a_MK.double() @ b_KN.double())

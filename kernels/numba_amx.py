@@ -1,4 +1,4 @@
-"""Block-scaled FP8 products on a CPU's matrix unit (Intel AMX), exact codes in, float32 sums out."""
+"""Block-scaled FP8 products on a processor's matrix tiles (Intel AMX)."""
 
 # Shapes: M x N the result, K the summed dimension, b counts blocks of 128 along it, P pairs along K (K / 2).
 # Every FP8 code is exact in bfloat16, so TDPBF16PS (A [16,32] times B [32,16], float32 sums) multiplies codes without
@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import ctypes
 import platform
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-import llvmlite.binding as llvm
+import llvmlite.binding as llvm  # type: ignore[import-untyped]
 import numpy as np
 from llvmlite import ir
-from numba import types
+from numba import config, types
 
 from fp8_safeguard.kernels.numba_bits import exact, instruction, wide_vectors
 
@@ -33,9 +34,11 @@ def available() -> bool:
     """Whether this processor has bfloat16 tiles, and Linux lets this process use them."""
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         return False
-    if not llvm.get_host_cpu_features().get("amx-bf16", False):
+    # numba can be told to compile for another processor than this one, which then has no tiles.
+    told = [getattr(config, name, None) for name in ("CPU_NAME", "CPU_FEATURES")]
+    if any(told) or not llvm.get_host_cpu_features().get("amx-bf16", False):
         return False
-    return ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0
+    return bool(ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0)
 
 
 def tile_configuration() -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -63,7 +66,7 @@ def _tile_instruction(name: str, *tiles: int, memory: int = 0) -> Any:
 
         return types.none(*[types.int64] * memory), generate
 
-    signatures = {
+    signatures: dict[int, Callable[..., Any]] = {
         0: lambda typing_context: declare(typing_context),
         1: lambda typing_context, address: declare(typing_context, address),
         2: lambda typing_context, address, stride: declare(typing_context, address, stride),

@@ -1,4 +1,4 @@
-"""Compiled TensorStats of the `col` layout: 128 rows at a time, all columns of a chunk side by side."""
+"""Compiled TensorStats of the `col` layout, columns side by side."""
 
 # Shapes as in numba_stats: a patch is up to 128 rows times W columns, every column of it one block.
 
@@ -31,21 +31,18 @@ from fp8_safeguard.kernels.numba_stats import (
     BLANK,
     HISTOGRAM,
     INF,
-    INVERSE,
     LOST,
     NAN,
     NOISE,
     SATURATED,
-    SCALE,
     SIGNAL,
     SUM_SQ,
-    Q,
-    X,
     add_sums,
     count_rows,
     enter,
 )
 
+X, Q, SCALE, INVERSE = range(4)
 CHUNK = 256
 """Columns of a patch: 128 rows of bfloat16 are 64 KiB."""
 
@@ -93,26 +90,14 @@ def _measure_patch(
     width = right - left
     divide = scale_columns(bits_RC, shift, patch, grid, peaks, scratch, out)
     energy[:] = 0.0
+    x_W, q_W, s_W = scratch[X, :width], scratch[Q, :width], scratch[SCALE, :width]
+    inverse_W, signal_W, noise_W = scratch[INVERSE, :width], energy[SIGNAL, :width], energy[NOISE, :width]
     for row in range(top, bottom):
-        zeros, blanks = _round_line(
-            bits_RC[row, left:right],
-            shift,
-            divide,
-            grid,
-            scratch[SCALE, :width],
-            scratch[INVERSE, :width],
-            scratch[X, :width],
-            scratch[Q, :width],
-        )
+        line = bits_RC[row, left:right]
+        zeros, blanks = _round_line(line, shift, divide, grid, s_W, inverse_W, x_W, q_W)
         lost[LOST, row - top] += zeros
         lost[BLANK, row - top] += blanks
-        sqq, s4 = _line_sums(
-            scratch[X, :width],
-            scratch[Q, :width],
-            scratch[SCALE, :width],
-            energy[SIGNAL, :width],
-            energy[NOISE, :width],
-        )
+        sqq, s4 = _line_sums(x_W, q_W, s_W, signal_W, noise_W)
         sums[1] += sqq
         sums[3] += s4
     for column in range(width):

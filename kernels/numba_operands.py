@@ -1,4 +1,4 @@
-"""Compiled quantisation into the operands that matrix tiles read: codes in bfloat16, in place or as pairs."""
+"""Compiled quantisation into the order that matrix tiles read."""
 
 # Shapes: R rows, C columns, P pairs of rows (R / 2), E experts, b counts blocks of 128.
 # A code is exact in bfloat16: the upper half of its float32 bits. Pairs put rows 2p and 2p + 1 into one int32.
@@ -39,9 +39,8 @@ def codes_of_rows(bits_RC: Any, shift: Any, grid: Any, codes_RC: Any, scale_bR: 
     scales_b = np.empty(scale_bR.shape[0], np.float32)
     for row in range(bits_RC.shape[0]):
         scale_blocks(bits_RC, shift, row, row + 1, grid, scales_b)
-        for block, left in enumerate(range(0, columns, 128)):
-            right = min(left + 128, columns)
-            _code_line(bits_RC[row, left:right], shift, scales_b[block], grid, codes_RC[row, left:right])
+        _code_line(bits_RC[row], shift, scales_b, grid, codes_RC[row])
+        for block in range(len(scales_b)):
             scale_bR[block, row] = scales_b[block]
         codes_RC[row, columns:] = 0
 
@@ -66,10 +65,7 @@ def codes_of_tiles(
                 scale_EcR[expert, block, top : top + 128] = scales_c[block]
                 scale_ErC[expert, row_block, left : left + 128] = scales_c[block]
             for row in range(top, bottom):
-                for block, left in enumerate(range(0, columns, 128)):
-                    right = min(left + 128, columns)
-                    line = bits_RC[first + row, left:right]
-                    _code_line(line, shift, scales_c[block], grid, codes_ERC[expert, row, left:right])
+                _code_line(bits_RC[first + row], shift, scales_c, grid, codes_ERC[expert, row])
 
 
 @exact
@@ -132,17 +128,21 @@ def _upper_half(bits: Any, q: Any) -> Any:
 
 
 @exact
-def _code_line(bits_W: Any, shift: Any, s: Any, grid: Any, codes_W: Any) -> None:
-    """Codes of one line of a block with scale s."""
+def _code_line(bits_W: Any, shift: Any, scales_b: Any, grid: Any, codes_W: Any) -> None:
+    """Codes of one line, each block of it with its scale."""
     wide_vectors()
-    inverse, maximum = inverse_or_zero(s), np.float32(grid[MAXIMUM])
+    maximum = np.float32(grid[MAXIMUM])
     quantum_shift, least_exponent = np.int32(grid[QUANTUM_SHIFT]), np.int32(grid[LEAST_EXPONENT])
-    for column in range(len(bits_W)):
-        x = float_of(finite_or_zero(magnitude(bits_W[column], shift)))
-        ratio = quotient(x, s, inverse) if inverse > np.float32(0.0) else np.float32(x / s)
-        y = min(ratio, maximum)
-        q = rounded(y, magic(y, quantum_shift, least_exponent))
-        codes_W[column] = np.uint16(_upper_half(widened(bits_W[column], shift), q))
+    for block in range(len(scales_b)):
+        first, s = block * 128, scales_b[block]
+        inverse = inverse_or_zero(s)
+        for column in range(min(128, len(bits_W) - first)):
+            bits = widened(bits_W[first + column], shift)
+            x = float_of(finite_or_zero(magnitude(bits_W[first + column], shift)))
+            ratio = quotient(x, s, inverse) if inverse > np.float32(0.0) else np.float32(x / s)
+            y = min(ratio, maximum)
+            q = rounded(y, magic(y, quantum_shift, least_exponent))
+            codes_W[first + column] = np.uint16(_upper_half(bits, q))
 
 
 @exact

@@ -1,4 +1,4 @@
-"""Compiled quantisation to codes and scales, and the round trip to float32 operands."""
+"""Compiled quantisation to codes and scales, and to float32 operands."""
 
 # Shapes: R rows, C columns, S segments of rows (no block crosses one), W columns of a line, b counts blocks.
 # Scales of `row` and `tile` blocks are [Rb, Cb], of `col` blocks [Rb, C]; row blocks of all segments follow each other.
@@ -25,7 +25,6 @@ from fp8_safeguard.kernels.numba_bits import (
     magic,
     magnitude,
     quotient,
-    reordered,
     rounded,
     wide_vectors,
     widened,
@@ -47,10 +46,7 @@ def encode_blocks(
             bottom = min(top + block_rows, segments[segment + 1])
             scale_blocks(bits_RC, shift, top, bottom, grid, scales_b[row_block])
             for row in range(top, bottom):
-                for block, left in enumerate(range(0, bits_RC.shape[1], 128)):
-                    right = min(left + 128, bits_RC.shape[1])
-                    s = scales_b[row_block, block]
-                    _encode_line(bits_RC[row, left:right], shift, s, grid, codes_RC[row, left:right])
+                _encode_line(bits_RC[row], shift, scales_b[row_block], grid, codes_RC[row])
             row_block += 1
 
 
@@ -66,11 +62,7 @@ def round_trip_blocks(
             bottom = min(top + block_rows, segments[segment + 1])
             scale_blocks(bits_RC, shift, top, bottom, grid, scales_b)
             for row in range(top, bottom):
-                for block, left in enumerate(range(0, bits_RC.shape[1], 128)):
-                    right = min(left + 128, bits_RC.shape[1])
-                    _round_trip_line(
-                        bits_RC[row, left:right], shift, scales_b[block], grid, out_RC[row, left:right]
-                    )
+                _round_trip_line(bits_RC[row], shift, scales_b, grid, out_RC[row])
 
 
 @exact
@@ -105,18 +97,26 @@ def round_trip_columns(bits_RC: Any, shift: Any, segments: Any, grid: Any, out_R
                 _round_trip_columns_line(bits_RC[row], shift, divide, scales_C, inverses_C, grid, out_RC[row])
 
 
-@reordered
+@exact
 def scale_blocks(bits_RC: Any, shift: Any, top: Any, bottom: Any, grid: Any, scales_b: Any) -> None:
     """Scales of one row of blocks."""
+    peaks_b = np.zeros(len(scales_b), np.int32)
+    for row in range(top, bottom):
+        raise_block_peaks(bits_RC[row], shift, peaks_b)
+    for block in range(len(scales_b)):
+        scales_b[block] = block_scale(peaks_b[block], grid)
+
+
+@exact
+def raise_block_peaks(bits_W: Any, shift: Any, peaks_b: Any) -> None:
+    """Largest finite magnitude of each block of a line so far, as bits."""
     wide_vectors()
-    columns = bits_RC.shape[1]
-    for block, left in enumerate(range(0, columns, 128)):
-        peak = np.int32(0)
-        for row in range(top, bottom):
-            bits_W = bits_RC[row, left : min(left + 128, columns)]
-            for column in range(len(bits_W)):
-                peak = max(peak, finite_or_zero(magnitude(bits_W[column], shift)))
-        scales_b[block] = block_scale(peak, grid)
+    for block in range(len(peaks_b)):
+        first = block * 128
+        peak = peaks_b[block]
+        for column in range(min(128, len(bits_W) - first)):
+            peak = max(peak, finite_or_zero(magnitude(bits_W[first + column], shift)))
+        peaks_b[block] = peak
 
 
 @exact
@@ -163,30 +163,37 @@ def _value(bits: Any, q: Any, s: Any) -> Any:
 
 
 @exact
-def _encode_line(bits_W: Any, shift: Any, s: Any, grid: Any, codes_W: Any) -> None:
-    """Codes of one line of a block with scale s."""
+def _encode_line(bits_W: Any, shift: Any, scales_b: Any, grid: Any, codes_W: Any) -> None:
+    """Codes of one line, each block of it with its scale."""
     wide_vectors()
-    inverse, maximum = inverse_or_zero(s), np.float32(grid[MAXIMUM])
+    maximum = np.float32(grid[MAXIMUM])
     quantum_shift, least_exponent = np.int32(grid[QUANTUM_SHIFT]), np.int32(grid[LEAST_EXPONENT])
-    for column in range(len(bits_W)):
-        bits = widened(bits_W[column], shift)
-        x = float_of(finite_or_zero(magnitude(bits_W[column], shift)))
-        ratio = quotient(x, s, inverse) if inverse > np.float32(0.0) else np.float32(x / s)
-        codes_W[column] = _code(bits, min(ratio, maximum), quantum_shift, least_exponent)
+    for block in range(len(scales_b)):
+        first, s = block * 128, scales_b[block]
+        inverse = inverse_or_zero(s)
+        for column in range(min(128, len(bits_W) - first)):
+            bits = widened(bits_W[first + column], shift)
+            x = float_of(finite_or_zero(magnitude(bits_W[first + column], shift)))
+            ratio = quotient(x, s, inverse) if inverse > np.float32(0.0) else np.float32(x / s)
+            codes_W[first + column] = _code(bits, min(ratio, maximum), quantum_shift, least_exponent)
 
 
 @exact
-def _round_trip_line(bits_W: Any, shift: Any, s: Any, grid: Any, out_W: Any) -> None:
-    """Codes times scale of one line of a block with scale s."""
+def _round_trip_line(bits_W: Any, shift: Any, scales_b: Any, grid: Any, out_W: Any) -> None:
+    """Codes times scales of one line."""
     wide_vectors()
-    inverse, maximum = inverse_or_zero(s), np.float32(grid[MAXIMUM])
+    maximum = np.float32(grid[MAXIMUM])
     quantum_shift, least_exponent = np.int32(grid[QUANTUM_SHIFT]), np.int32(grid[LEAST_EXPONENT])
-    for column in range(len(bits_W)):
-        bits = widened(bits_W[column], shift)
-        x = float_of(finite_or_zero(magnitude(bits_W[column], shift)))
-        ratio = quotient(x, s, inverse) if inverse > np.float32(0.0) else np.float32(x / s)
-        y = min(ratio, maximum)
-        out_W[column] = _value(bits, rounded(y, magic(y, quantum_shift, least_exponent)), s)
+    for block in range(len(scales_b)):
+        first, s = block * 128, scales_b[block]
+        inverse = inverse_or_zero(s)
+        for column in range(min(128, len(bits_W) - first)):
+            bits = widened(bits_W[first + column], shift)
+            x = float_of(finite_or_zero(magnitude(bits_W[first + column], shift)))
+            ratio = quotient(x, s, inverse) if inverse > np.float32(0.0) else np.float32(x / s)
+            y = min(ratio, maximum)
+            q = rounded(y, magic(y, quantum_shift, least_exponent))
+            out_W[first + column] = _value(bits, q, s)
 
 
 @exact

@@ -2,8 +2,8 @@
 
 # Shapes: R rows, C columns, S segments of rows (no block crosses one); a patch is the rows of one row of blocks
 # times the W columns of a chunk, which the caches hold.
-# Each step walks the whole patch before the next begins, so that no block waits for another's scale. A line is
-# scaled and rounded in float32 into scratch, then summed in float64. Results are added to what the caller hands in.
+# A line is scaled and rounded in float32 into scratch, then summed in float64. Results are added to what the caller
+# hands in.
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CHUNK = 1024
 
 COUNT, ZEROS, UNDERFLOW, SATURATED, NAN, INF, ROWS, FLUSHED, AMAX = range(9)
 SUM_SQ, SUM_SQ_Q, SUM_SQ_ERR, SUM_4TH, HISTOGRAM = range(9, 14)
-X, Q, SCALE, INVERSE = range(4)
+SCALE, INVERSE = range(2)
 SIGNAL, NOISE = range(2)
 LOST, BLANK = range(2)
 
@@ -47,7 +47,9 @@ def stats_of_blocks(
     """`row` (block_rows 1) or `tile` (128) statistics of each segment into out [S,29]."""
     wide_vectors()
     columns = bits_RC.shape[1]
-    scratch, energy = np.empty((4, CHUNK), np.float32), np.empty((2, CHUNK // 128))
+    x_W, q_W = np.empty(128, np.float32), np.empty(128, np.float32)
+    scales, peaks = np.empty((2, CHUNK // 128), np.float32), np.empty(CHUNK // 128, np.int32)
+    energy = np.empty((2, CHUNK // 128))
     lost, sums = np.empty((2, block_rows), np.int64), np.empty(4)
     for segment in range(len(segments) - 1):
         out, low = out_S[segment], np.zeros(4)
@@ -58,11 +60,11 @@ def stats_of_blocks(
             for left in range(0, columns, CHUNK):
                 right = min(left + CHUNK, columns)
                 patch = (top, bottom, left, right)
-                _scale_blocks(bits_RC, shift, patch, grid, scratch, out)
+                _scale_blocks(bits_RC, shift, patch, grid, peaks, scales, out)
                 energy[:] = 0.0
                 for row in range(top, bottom):
                     line = bits_RC[row, left:right]
-                    zeros, blanks = _measure_line(line, shift, grid, scratch, energy, sums)
+                    zeros, blanks = _measure_line(line, shift, grid, scales, x_W, q_W, energy, sums)
                     lost[LOST, row - top] += zeros
                     lost[BLANK, row - top] += blanks
                 for block in range((right - left + 127) // 128):
@@ -73,76 +75,58 @@ def stats_of_blocks(
 
 
 @exact
-def _scale_blocks(bits_RC: Any, shift: Any, patch: Any, grid: Any, scratch: Any, out: Any) -> None:
-    """Scales of a patch's blocks into scratch; amax, NaN, Inf and saturated values into out."""
+def _scale_blocks(bits_RC: Any, shift: Any, patch: Any, grid: Any, peaks: Any, scales: Any, out: Any) -> None:
+    """Scales of a patch's blocks and their inverses; amax, NaN, Inf and saturated values into out."""
     wide_vectors()
     top, bottom, left, right = patch
-    for block, first in enumerate(range(left, right, 128)):
-        last = min(first + 128, right)
-        peak = np.int32(0)
+    peaks_b = peaks[: (right - left + 127) // 128]
+    peaks_b[:] = 0
+    for row in range(top, bottom):
+        raise_block_peaks(bits_RC[row, left:right], shift, peaks_b)
+    if peaks_b.max() >= INFINITY_BITS:
+        peaks_b[:] = 0
         for row in range(top, bottom):
-            peak = max(peak, _line_peak(bits_RC[row, first:last], shift))
-        if peak >= INFINITY_BITS:
-            peak = np.int32(0)
-            for row in range(top, bottom):
-                peak = max(peak, _finite_line_peak(bits_RC[row, first:last], shift, out))
+            _raise_finite_peaks(bits_RC[row, left:right], shift, peaks_b, out)
+    for block in range(len(peaks_b)):
+        peak = peaks_b[block]
         out[AMAX] = max(out[AMAX], np.float64(float_of(peak)))
         s = block_scale(peak, grid)
-        scratch[SCALE, block], scratch[INVERSE, block] = s, inverse_or_zero(s)
+        scales[SCALE, block], scales[INVERSE, block] = s, inverse_or_zero(s)
         # Where the block's largest value is kept all are, and nobody needs to look.
         if np.float32(float_of(peak) / s) > grid[LAST_KEPT]:
+            first = left + block * 128
             for row in range(top, bottom):
-                out[SATURATED] += _saturated(bits_RC[row, first:last], shift, s, grid)
+                line = bits_RC[row, first : min(first + 128, right)]
+                out[SATURATED] += _saturated(line, shift, s, grid)
+
+
+# The loops below count a block's start and a column within it, and slice nothing: a slice counts references, which
+# costs as much as forty elements, and an index that might be negative keeps a loop from using vectors.
 
 
 @exact
-def _measure_line(bits_W: Any, shift: Any, grid: Any, scratch: Any, energy: Any, sums: Any) -> Any:
-    """Round a patch's line and take its sums, block by block; finite elements that became and that were zero."""
+def raise_block_peaks(bits_W: Any, shift: Any, peaks_b: Any) -> None:
+    """Largest magnitude of each block of a line so far, as bits; NaN and Inf are the largest."""
     wide_vectors()
-    zeros, blanks = 0, 0
-    for block, first in enumerate(range(0, len(bits_W), 128)):
-        last = min(first + 128, len(bits_W))
-        s, inverse = scratch[SCALE, block], scratch[INVERSE, block]
-        lost, blank = _round_line(
-            bits_W[first:last], shift, s, inverse, grid, scratch[X, first:last], scratch[Q, first:last]
-        )
-        zeros, blanks = zeros + lost, blanks + blank
-    for block, first in enumerate(range(0, len(bits_W), 128)):
-        last = min(first + 128, len(bits_W))
-        s = np.float64(scratch[SCALE, block])
-        sxx, sqq, see, s4 = _line_sums(scratch[X, first:last], scratch[Q, first:last], s)
-        energy[SIGNAL, block] += sxx
-        energy[NOISE, block] += see
-        sums[0] += sxx
-        sums[1] += sqq
-        sums[2] += see
-        sums[3] += s4
-    return zeros, blanks
+    for block in range(len(peaks_b)):
+        first = block * 128
+        peak = peaks_b[block]
+        for column in range(min(128, len(bits_W) - first)):
+            peak = max(peak, magnitude(bits_W[first + column], shift))
+        peaks_b[block] = peak
 
 
-@reordered
-def _line_peak(bits_W: Any, shift: Any) -> Any:
-    """Largest magnitude of a line, as bits; NaN and Inf are the largest."""
-    wide_vectors()
-    peak = np.int32(0)
-    for column in range(len(bits_W)):
-        peak = max(peak, magnitude(bits_W[column], shift))
-    return peak
-
-
-@reordered
-def _finite_line_peak(bits_W: Any, shift: Any, out: Any) -> Any:
-    """Largest finite magnitude of a line, as bits, its NaN and Inf counted into out."""
-    peak = np.int32(0)
+@exact
+def _raise_finite_peaks(bits_W: Any, shift: Any, peaks_b: Any, out: Any) -> None:
+    """The same over finite elements, NaN and Inf counted into out."""
     nan, inf = 0, 0
     for column in range(len(bits_W)):
         bits = magnitude(bits_W[column], shift)
         nan += bits > INFINITY_BITS
         inf += bits == INFINITY_BITS
-        peak = max(peak, finite_or_zero(bits))
+        peaks_b[column // 128] = max(peaks_b[column // 128], finite_or_zero(bits))
     out[NAN] += nan
     out[INF] += inf
-    return peak
 
 
 @exact
@@ -156,38 +140,51 @@ def _saturated(bits_W: Any, shift: Any, s: Any, grid: Any) -> Any:
 
 
 @reordered
-def _round_line(bits_W: Any, shift: Any, s: Any, inverse: Any, grid: Any, x_W: Any, q_W: Any) -> Any:
-    """|x| and its rounded |x / s|, 0 where not finite; how many finite elements became and were zero."""
+def _measure_line(
+    bits_W: Any, shift: Any, grid: Any, scales: Any, x_W: Any, q_W: Any, energy: Any, sums: Any
+) -> Any:
+    """Round a line and take its sums, block by block; how many finite elements became and were zero.
+
+    Scratch holds a block's |x| and rounded |x / s|, 0 where not finite. The sums are exact up to the additions: code
+    times scale has 28 bits, and their difference to x no more than 53.
+    """
     wide_vectors()
     maximum = np.float32(grid[MAXIMUM])
     quantum_shift, least_exponent = np.int32(grid[QUANTUM_SHIFT]), np.int32(grid[LEAST_EXPONENT])
     zeros, blanks = np.int32(0), np.int32(0)
-    for column in range(len(bits_W)):
-        bits = magnitude(bits_W[column], shift)
-        kept = finite_or_zero(bits)
-        x = float_of(kept)
-        ratio = quotient(x, s, inverse) if inverse > np.float32(0.0) else np.float32(x / s)
-        y = min(ratio, maximum)
-        q = rounded(y, magic(y, quantum_shift, least_exponent))
-        x_W[column] = x
-        q_W[column] = q
-        finite = bits < INFINITY_BITS
-        zeros = np.int32(zeros + np.int32((q == np.float32(0.0)) & finite))
-        blanks = np.int32(blanks + np.int32((kept == 0) & finite))
+    for block in range((len(bits_W) + 127) // 128):
+        first = block * 128
+        width = min(128, len(bits_W) - first)
+        s, inverse = scales[SCALE, block], scales[INVERSE, block]
+        for column in range(width):
+            bits = magnitude(bits_W[first + column], shift)
+            kept = finite_or_zero(bits)
+            x = float_of(kept)
+            ratio = quotient(x, s, inverse) if inverse > np.float32(0.0) else np.float32(x / s)
+            y = min(ratio, maximum)
+            q = rounded(y, magic(y, quantum_shift, least_exponent))
+            x_W[column], q_W[column] = x, q
+            finite = bits < INFINITY_BITS
+            zeros = np.int32(zeros + np.int32((q == np.float32(0.0)) & finite))
+            blanks = np.int32(blanks + np.int32((kept == 0) & finite))
+        sxx, sqq, see, s4 = _line_sums(x_W, q_W, width, np.float64(s))
+        energy[SIGNAL, block] += sxx
+        energy[NOISE, block] += see
+        sums[0] += sxx
+        sums[1] += sqq
+        sums[2] += see
+        sums[3] += s4
     return zeros, blanks
 
 
 @reordered
-def _line_sums(x_W: Any, q_W: Any, s: Any) -> Any:
-    """Sums of x^2, xq^2, (x - xq)^2 and x^4 over a line.
-
-    Exact up to the additions: code times scale has 28 bits, and their difference to x no more than 53.
-    """
+def _line_sums(x_W: Any, q_W: Any, width: Any, s: Any) -> Any:
+    """Sums of x^2, xq^2, (x - xq)^2 and x^4 over a block's line."""
     wide_vectors()
     sxx, sqq, see, s4 = 0.0, 0.0, 0.0, 0.0
-    for index in range(len(x_W)):
-        x = np.float64(x_W[index])
-        xq = np.float64(q_W[index]) * s
+    for column in range(width):
+        x = np.float64(x_W[column])
+        xq = np.float64(q_W[column]) * s
         error = x - xq
         square = x * x
         sxx += square

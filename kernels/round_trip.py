@@ -1,4 +1,4 @@
-"""x to FP8 and back to float32 in one pass, as GEMM operand."""
+"""To FP8 and back to float32 in one pass, as GEMM operand."""
 
 # Shapes: B matrices, R rows, C columns, E experts.
 
@@ -19,7 +19,7 @@ def round_trip(x: Tensor, layout: str, operand: OperandFormat, bounds: list[int]
     `bounds` are expert offsets of a matrix: `col` blocks then start at each expert's first row, and rows behind
     the last bound are unspecified.
     """
-    x_RC, matrices = as_rows(x)
+    x_RC, matrices = as_rows(x.detach())
     if layout == "row":
         matrices = [0, x_RC.shape[0]]
     elif bounds is not None:

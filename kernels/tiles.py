@@ -1,4 +1,4 @@
-"""FP8 products on a CPU's matrix tiles: operands quantised straight into the order tiles read."""
+"""FP8 products on matrix tiles, operands quantised in tile order."""
 
 # Shapes: T tokens, N output features, K input features, E experts, b counts blocks of 128.
 # Kp, Np, Tp: padded to whole blocks, with zeros where the dimension is summed.
@@ -16,19 +16,28 @@ from torch import Tensor
 
 from fp8_safeguard.kernels.codes import BLOCK, get_format
 from fp8_safeguard.kernels.compiled import bit_pattern, grid_of
-from fp8_safeguard.kernels.dispatch import compiled_module, is_compiled
+from fp8_safeguard.kernels.dispatch import compiled_module, is_compiled, logger
 from fp8_safeguard.kernels.precision import OperandFormat
 
 
-@cache
-def _available() -> bool:
-    """Whether this processor has the tiles; asks Linux for them."""
-    return bool(compiled_module("numba_amx").available())
+def gemm_backend() -> str:
+    """What multiplies in FP8 layers on a CPU: `amx` (matrix tiles), or `float32` (several times slower)."""
+    return "amx" if usable(torch.empty(0)) else "float32"
 
 
 def usable(x: Tensor) -> bool:
     """Whether products with x can run on tiles."""
     return is_compiled(x) and _available()
+
+
+@cache
+def _available() -> bool:
+    """Whether this processor has the tiles; asks Linux for them, and logs the answer once."""
+    available = bool(compiled_module("numba_amx").available())
+    logger.info(
+        "FP8 products: %s", "matrix tiles (AMX)" if available else "float32, without matrix tiles (AMX)"
+    )
+    return available
 
 
 @dataclass(frozen=True)

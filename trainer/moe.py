@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -78,9 +79,8 @@ class Router(nn.Module):
     def load_scalars(self) -> dict[str, float]:
         """`entropy` of the load since balance() (1 is even, 0 one expert) and `load_max` (busiest over mean)."""
         share_E = self.load_E.to(torch.float64) / max(int(self.load_E.sum()), 1)
-        entropy = float(torch.special.entr(share_E).sum()) / max(
-            float(torch.tensor(share_E.numel()).log()), 1e-12
-        )
+        # With one expert the entropy is 0 of at most 0: as even as it can be is not worth a special value.
+        entropy = float(torch.special.entr(share_E).sum()) / math.log(max(share_E.numel(), 2))
         return {"entropy": entropy, "load_max": float(share_E.max()) * share_E.numel()}
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+# 4.5 M parameters, 512 tokens a step: the least that learns the text well enough in 200 steps for the loss of the last
+# layer to show (8 to 11 % over three seeds). Four layers, so that its three linears fit the 15 % fallback budget.
 _DEMO: Mapping[str, Any] = {
     "run": "demo",
     "layers": 4,

@@ -1,4 +1,4 @@
-"""Progress of a run: a live bar on a terminal, plain lines elsewhere."""
+"""Progress of a run: a live bar on terminals, plain lines elsewhere."""
 
 from __future__ import annotations
 

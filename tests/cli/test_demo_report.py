@@ -89,5 +89,5 @@ def test_summary_does_not_hide_a_failure(missing: dict[str, None], words: str) -
 
 
 def test_too_few_steps_say_how_many_are_needed(tmp_path: Path) -> None:
-    with pytest.raises(DemoError, match="at least 130"):
+    with pytest.raises(DemoError, match="at least 110"):
         run_demo(DemoOptions(steps=40, port=0, headless=True, folder=tmp_path))

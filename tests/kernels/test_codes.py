@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from fp8_safeguard.kernels import quantize
+from fp8_safeguard.kernels import numba_bits, quantize
 from fp8_safeguard.kernels.codes import BLOCK, get_format
 from fp8_safeguard.monitor import formats
 
@@ -203,18 +203,22 @@ def test_float16_equals_its_float32_values(layout: str, generator: torch.Generat
     assert torch.equal(half.scale, full.scale)
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
-def test_compiled_quotient_equals_division(fmt: str) -> None:
-    """The compiled path multiplies by a reciprocal and corrects: the result must be that of a division."""
-    from fp8_safeguard.kernels import numba_bits
+def test_compiled_quotient_equals_division_in_its_hardest_cases() -> None:
+    """The compiled path multiplies by a reciprocal and corrects: here x / s lies next to a float32 midpoint.
 
+    With odd s in [2^23, 2^24) and m = +-1/s mod 2^24, x = (m s -+ 1) / 2^24 is a whole number and x / s misses the
+    midpoint m / 2^24 by 1 / (2^24 s), the least that two float32 numbers allow.
+    """
     rng = np.random.default_rng(5)
-    s = (rng.random(300_000) + 1).astype(np.float32) * np.float32(2.0) ** rng.integers(
-        -79, 79, 300_000
-    ).astype(np.float32)
-    ratio = (rng.random(300_000) * MAXIMUM[fmt]).astype(np.float32)
-    x = (ratio * s).astype(np.float32)
-    got = np.array(
-        [numba_bits.quotient(*pair, np.float32(1) / pair[1]) for pair in zip(x[:3000], s[:3000], strict=True)]
-    )
-    np.testing.assert_array_equal(got, x[:3000] / s[:3000])
+    s = rng.integers(2**22, 2**23, 4000) * 2 + 1
+    inverse = s.copy()
+    for _ in range(5):  # Newton's iteration doubles the correct bits
+        inverse = inverse * (2 - s * inverse) % 2**24
+    for sign in (1, -1):
+        middle = sign * inverse % 2**24 + 2**24
+        x = (middle * s - sign) // 2**24
+        hard = x < 2**24
+        pairs = zip(x[hard].astype(np.float32), s[hard].astype(np.float32), strict=True)
+        quotients = [(numba_bits.quotient(a, b, np.float32(1) / b), a / b) for a, b in pairs]
+        assert len(quotients) > 1000
+        assert all(ours == theirs for ours, theirs in quotients)

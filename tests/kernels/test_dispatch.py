@@ -3,8 +3,10 @@
 import subprocess
 import sys
 
+import torch
+
 import fp8_safeguard.kernels
-from fp8_safeguard.kernels import backend
+from fp8_safeguard.kernels import backend, warm_up
 
 BLOCK_NUMBA = """
 import sys
@@ -41,9 +43,9 @@ def test_without_numba_the_reference_takes_over_and_says_so_once() -> None:
 import logging
 logging.basicConfig(level=logging.INFO)
 import torch
-from fp8_safeguard.kernels import backend, fp8_linear, quantize, tensor_stats
+from fp8_safeguard.kernels import backend, fp8_linear, gemm_backend, quantize, tensor_stats
 x = torch.ones(4, 8)
-assert backend() == "reference"
+assert (backend(), gemm_backend()) == ("reference", "float32")
 assert torch.equal(quantize(x).dequantize(), x)
 assert tensor_stats(x, layout="col")[0] == 32
 assert torch.equal(fp8_linear(x, torch.ones(3, 8)), torch.full((4, 3), 8.0))
@@ -52,6 +54,17 @@ assert torch.equal(fp8_linear(x, torch.ones(3, 8)), torch.full((4, 3), 8.0))
     assert said.count("backend 'reference'") == 1
     assert "fp8_safeguard" in said
     assert "fp8-safeguard[train]" in said
+
+
+def test_a_process_told_to_compile_for_another_processor_uses_no_tiles() -> None:
+    code = "from fp8_safeguard.kernels import backend, gemm_backend; print(backend(), gemm_backend())"
+    assert run("import os; os.environ['NUMBA_CPU_NAME'] = 'generic'; " + code).split() == ["numba", "float32"]
+
+
+def test_warm_up_compiles_and_disturbs_nothing() -> None:
+    state = torch.get_rng_state()
+    warm_up()
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_every_public_name_exists_and_none_is_forgotten() -> None:

@@ -109,6 +109,7 @@ def test_the_callers_thread_count_comes_back(make_trainer: MakeTrainer) -> None:
 def test_evaluation_changes_nothing_and_repeats(make_trainer: MakeTrainer, same_state: SameState) -> None:
     trainer, untouched = make_trainer(), make_trainer()
     assert trainer.evaluate(10) == trainer.evaluate(10) == pytest.approx(math.log(256), abs=0.1)
+    assert not any(router.load_E.any() for router in trainer.model.routers().values())
     assert same_state(trainer, untouched)
     assert trainer.run(2)[1].loss == untouched.run(2)[1].loss
     assert same_state(trainer, untouched)
