@@ -66,6 +66,7 @@ def run_demo(options: DemoOptions) -> DemoReport:
         say(f"All runs:  {server.url}/")
         if not options.headless and sys.stdout.isatty():
             webbrowser.open(page)
+        warm_up_kernels()
         train_arms(options, server.url, runs)
         report = read_report(Api(server.url), runs, steps=options.steps, fault_step=options.fault_step)
         write_report(options, report, server.url)
@@ -73,6 +74,14 @@ def run_demo(options: DemoOptions) -> DemoReport:
             input("The page stays until you press Enter. ")
     say(f"To look again: fp8-safeguard serve --database-url {server.database_url}")
     return report
+
+
+def warm_up_kernels() -> None:
+    """Compile the CPU kernels once, before four processes would each do it."""
+    from fp8_safeguard.kernels import warm_up
+
+    say("Preparing the CPU kernels (the first time on a machine this takes about half a minute) ...")
+    warm_up()
 
 
 def train_arms(options: DemoOptions, server: str, runs: dict[str, str]) -> None:

@@ -59,8 +59,8 @@ def read_report(api: Api, runs: Mapping[str, str], *, steps: int, fault_step: in
 
 
 def first(items: Sequence[Mapping[str, Any]], key: str, from_step: int) -> Mapping[str, Any]:
-    """The earliest item at or after a step, or an empty mapping."""
-    later = [item for item in items if item[key] >= from_step]
+    """The earliest item at or after a step, or an empty mapping. `items` are newest first, as the server lists them."""
+    later = [item for item in reversed(items) if item[key] >= from_step]
     return min(later, key=lambda item: item[key]) if later else {}
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8_safeguard.hooks import recompute
-from fp8_safeguard.hooks.layers import ObservedLayer, Part, StepState
+from fp8_safeguard.hooks.layers import ObservedLayer, Part, StepState, emulated
 from fp8_safeguard.kernels import LinearPrecision, OperandFormat, tensor_stats
 
 if TYPE_CHECKING:
@@ -163,11 +163,11 @@ class GradientHook:
             return
         if self.needs_dx:
             rows = session.sampler.rows(dy_TN.shape[0], dy_TN.device)
-            vector = recompute.emulated_dgrad_error(dy_TN, self.w_NK, rows, _FOREIGN)
+            vector = recompute.dgrad_error(dy_TN, self.w_NK, None, rows, emulate=_FOREIGN)
             frame.add(layer.row(Part.DGRAD), vector.reshape(1, -1))
         if self.x_TK is not None:
             rows = session.sampler.rows(dy_TN.shape[1], dy_TN.device)
-            vector = recompute.emulated_wgrad_error(dy_TN, self.x_TK, rows, _FOREIGN)
+            vector = recompute.wgrad_error(dy_TN, self.x_TK, None, rows, emulate=_FOREIGN)
             frame.add(layer.row(Part.WGRAD), vector.reshape(1, -1))
 
     def _overwritten(self) -> bool:
@@ -221,7 +221,7 @@ class LayerObserver:
         return session.measuring
 
     def fprop(self, x_TK: Tensor, w_NK: Tensor, y_TN: Tensor, offsets: Tensor | None) -> None:
-        """x row, w tile once a step, and the real output against the recomputed one."""
+        """x row, w tile once a step, and the real output (FP8's, emulated, in a fallback) against the recomputed one."""
         guarded(self.session, "the forward", self.layer, self._fprop, x_TK, w_NK, y_TN, offsets)
 
     def dgrad(self, dy_TN: Tensor, w_NK: Tensor, dx_TK: Tensor | None, offsets: Tensor | None) -> None:
@@ -248,6 +248,7 @@ class LayerObserver:
         module = layer.fp8_module()
         precision = _FOREIGN if module is None else module.precision
         state.precision = precision
+        state.gain_K = None if module is None or module.input_gain is None else module.input_gain.detach()
         frame.add(layer.row(Part.X_ROW), _stats(x_TK, "row", precision.x, offsets))
         if not state.w_measured:
             frame.add(layer.row(Part.W_TILE), _weight_stats(w_NK, precision.w))
@@ -256,9 +257,11 @@ class LayerObserver:
             return
         if offsets is None:
             rows = session.sampler.rows(x_TK.shape[0], x_TK.device)
-            vectors = recompute.fprop_error(x_TK, w_NK, y_TN, rows)
+            vectors = recompute.fprop_error(x_TK, w_NK, y_TN, rows, emulate=emulated(precision, Part.FPROP))
         else:
-            vectors = recompute.grouped_fprop_error(x_TK, w_NK, y_TN, offsets.tolist(), session.sampler)
+            vectors = recompute.grouped_fprop_error(
+                x_TK, w_NK, y_TN, offsets.tolist(), session.sampler, emulate=emulated(precision, Part.FPROP)
+            )
         frame.add(layer.row(Part.FPROP), vectors.reshape(layer.experts, -1))
 
     def _dgrad(self, dy_TN: Tensor, w_NK: Tensor, dx_TK: Tensor | None, offsets: Tensor | None) -> None:
@@ -269,11 +272,13 @@ class LayerObserver:
         frame.add(layer.row(Part.DY_ROW), _stats(dy_TN, "row", precision.dy, offsets))
         if dx_TK is None or dy_TN.shape[0] == 0:
             return
+        how: recompute.Judged = {"gain_K": layer.step.gain_K, "emulate": emulated(precision, Part.DGRAD)}
         if offsets is None:
             rows = session.sampler.rows(dy_TN.shape[0], dy_TN.device)
-            vectors = recompute.dgrad_error(dy_TN, w_NK, dx_TK, rows)
+            vectors = recompute.dgrad_error(dy_TN, w_NK, dx_TK, rows, **how)
         else:
-            vectors = recompute.grouped_dgrad_error(dy_TN, w_NK, dx_TK, offsets.tolist(), session.sampler)
+            bounds = offsets.tolist()
+            vectors = recompute.grouped_dgrad_error(dy_TN, w_NK, dx_TK, bounds, session.sampler, **how)
         frame.add(layer.row(Part.DGRAD), vectors.reshape(layer.experts, -1))
 
     def _wgrad(self, dy_TN: Tensor, x_TK: Tensor, dw_NK: Tensor, offsets: Tensor | None) -> None:
@@ -286,10 +291,11 @@ class LayerObserver:
         if not session.picks_wgrad(layer) or dy_TN.shape[0] == 0:
             return
         rows = session.sampler.rows(dy_TN.shape[1], dy_TN.device)
+        how: recompute.Judged = {"gain_K": layer.step.gain_K, "emulate": emulated(precision, Part.WGRAD)}
         if offsets is None:
-            vectors = recompute.wgrad_error(dy_TN, x_TK, dw_NK, rows)
+            vectors = recompute.wgrad_error(dy_TN, x_TK, dw_NK, rows, **how)
         else:
-            vectors = recompute.grouped_wgrad_error(dy_TN, x_TK, dw_NK, offsets.tolist(), rows)
+            vectors = recompute.grouped_wgrad_error(dy_TN, x_TK, dw_NK, offsets.tolist(), rows, **how)
         frame.add(layer.row(Part.WGRAD), vectors.reshape(layer.experts, -1))
 
 

@@ -42,6 +42,8 @@ class StepState:
     """Forward calls outside backward: with any of them a call inside backward is a checkpoint's repetition."""
     w_measured: bool = False
     precision: LinearPrecision | None = None
+    gain_K: Tensor | None = None
+    """The layer's input gain at its forward."""
 
 
 class ObservedLayer:
@@ -111,6 +113,14 @@ _OPERANDS_OF = {
     Part.X_ROW: "x", Part.X_COL: "x", Part.W_TILE: "w", Part.DY_ROW: "dy", Part.DY_COL: "dy",
     Part.FPROP: "x w", Part.DGRAD: "dy w", Part.WGRAD: "dy x",
 }  # fmt: skip
+
+
+def emulated(precision: LinearPrecision, part: Part) -> LinearPrecision | None:
+    """The precision to emulate for a GEMM that runs in BF16: the statistics go on saying what FP8 would do.
+
+    None for a GEMM that runs in FP8, whose own result is there to be judged.
+    """
+    return precision if part in GEMM_PARTS and getattr(precision, part.name.lower()) == "bf16" else None
 
 
 def format_of(precision: LinearPrecision, part: Part) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -23,6 +24,13 @@ GEMM_COLUMNS = ("count", "nan", "inf", "amax", "sum_sq", "sum_sq_q", "sum_sq_err
 """What a recomputed GEMM reports; every other column is null."""
 
 _AT = {name: COLUMNS.index(name) for name in GEMM_COLUMNS}
+
+
+class Judged(TypedDict):
+    """How a gradient GEMM is judged: the layer's input gain, and the precision to emulate."""
+
+    gain_K: Tensor | None
+    emulate: LinearPrecision | None
 
 
 class RowSampler:
@@ -77,63 +85,125 @@ def _vector(
 
 
 def fprop_error(
-    x_TK: Tensor, w_NK: Tensor, y_TN: Tensor, rows: Tensor, bias_N: Tensor | None = None
+    x_TK: Tensor,
+    w_NK: Tensor,
+    y_TN: Tensor,
+    rows: Tensor,
+    bias_N: Tensor | None = None,
+    *,
+    emulate: LinearPrecision | None = None,
 ) -> Tensor:
-    """float64 [V]: the layer's real output against X W^T + b of the sampled rows."""
+    """float64 [V]: the layer's real output against X W^T + b of the sampled rows.
+
+    With `emulate`, the output that FP8 of that precision would give takes the place of the real one.
+    """
     exact_RN = matmul(x_TK[rows], w_NK.mT)
+    if emulate is not None:
+        xq_RK, wq_NK = round_trip(x_TK[rows], "row", emulate.x), round_trip(w_NK, "tile", emulate.w)
+        return compare(exact_RN, matmul(xq_RK, wq_NK.mT))
     if bias_N is not None:
         exact_RN = exact_RN + bias_N.to(exact_RN.dtype)
     return compare(exact_RN, y_TN[rows])
 
 
-def dgrad_error(dy_TN: Tensor, w_NK: Tensor, dx_TK: Tensor, rows: Tensor) -> Tensor:
-    """float64 [V]: the layer's real input gradient against dY W of the sampled rows."""
-    return compare(matmul(dy_TN[rows], w_NK), dx_TK[rows])
+def dgrad_error(
+    dy_TN: Tensor,
+    w_NK: Tensor,
+    dx_TK: Tensor | None,
+    rows: Tensor,
+    *,
+    gain_K: Tensor | None = None,
+    emulate: LinearPrecision | None = None,
+) -> Tensor:
+    """float64 [V]: the layer's real input gradient against dY W of the sampled rows.
 
-
-def wgrad_error(dy_TN: Tensor, x_TK: Tensor, dw_NK: Tensor, rows: Tensor) -> Tensor:
-    """float64 [V]: the layer's real weight gradient against dY^T X of the sampled rows (output features)."""
-    return compare(matmul(dy_TN[:, rows].mT, x_TK), dw_NK[rows])
-
-
-def emulated_dgrad_error(dy_TN: Tensor, w_NK: Tensor, rows: Tensor, precision: LinearPrecision) -> Tensor:
-    """float64 [V]: what an FP8 dgrad would do to a layer that runs in high precision."""
+    A layer with an input gain sends dX * gain on: that is what is compared, since it is what the layers before
+    it learn from. `emulate` as in fprop_error; dx may then be None.
+    """
     dy_RN = dy_TN[rows]
-    dyq_RN, wq_NK = round_trip(dy_RN, "row", precision.dy), round_trip(w_NK, "tile", precision.w)
-    return compare(matmul(dy_RN, w_NK), matmul(dyq_RN, wq_NK))
+    if emulate is not None:
+        actual_RK = matmul(round_trip(dy_RN, "row", emulate.dy), round_trip(w_NK, "tile", emulate.w))
+    else:
+        assert dx_TK is not None
+        actual_RK = dx_TK[rows]
+    exact_RK = matmul(dy_RN, w_NK)
+    if gain_K is not None:
+        exact_RK, actual_RK = exact_RK * gain_K, actual_RK * gain_K
+    return compare(exact_RK, actual_RK)
 
 
-def emulated_wgrad_error(dy_TN: Tensor, x_TK: Tensor, rows: Tensor, precision: LinearPrecision) -> Tensor:
-    """float64 [V]: what an FP8 wgrad would do to a layer that runs in high precision."""
+def wgrad_error(
+    dy_TN: Tensor,
+    x_TK: Tensor,
+    dw_NK: Tensor | None,
+    rows: Tensor,
+    *,
+    gain_K: Tensor | None = None,
+    emulate: LinearPrecision | None = None,
+) -> Tensor:
+    """float64 [V]: the layer's real weight gradient against dY^T X of the sampled rows (output features).
+
+    A layer with an input gain hands dW / gain to the optimizer: that is compared. `emulate` as in dgrad_error.
+    """
     dy_TR = dy_TN[:, rows]
-    dyq_TR, xq_TK = round_trip(dy_TR, "col", precision.dy), round_trip(x_TK, "col", precision.x)
-    return compare(matmul(dy_TR.mT, x_TK), matmul(dyq_TR.mT, xq_TK))
+    if emulate is not None:
+        actual_RK = matmul(round_trip(dy_TR, "col", emulate.dy).mT, round_trip(x_TK, "col", emulate.x))
+    else:
+        assert dw_NK is not None
+        actual_RK = dw_NK[rows]
+    exact_RK = matmul(dy_TR.mT, x_TK)
+    if gain_K is not None:
+        exact_RK, actual_RK = exact_RK / gain_K, actual_RK / gain_K
+    return compare(exact_RK, actual_RK)
 
 
 def grouped_fprop_error(
-    x_TK: Tensor, w_ENK: Tensor, y_TN: Tensor, bounds: list[int], sampler: RowSampler
+    x_TK: Tensor,
+    w_ENK: Tensor,
+    y_TN: Tensor,
+    bounds: list[int],
+    sampler: RowSampler,
+    *,
+    emulate: LinearPrecision | None = None,
 ) -> Tensor:
     """float64 [E, V]: `fprop_error` by expert; the 64 rows fall on experts by their share of the tokens."""
     parts = _split(sampler.rows(bounds[-1], x_TK.device), bounds)
-    return torch.stack([fprop_error(x_TK, w_NK, y_TN, rows) for w_NK, rows in zip(w_ENK, parts, strict=True)])
+    pairs = zip(w_ENK, parts, strict=True)
+    return torch.stack([fprop_error(x_TK, w_NK, y_TN, rows, emulate=emulate) for w_NK, rows in pairs])
 
 
 def grouped_dgrad_error(
-    dy_TN: Tensor, w_ENK: Tensor, dx_TK: Tensor, bounds: list[int], sampler: RowSampler
+    dy_TN: Tensor,
+    w_ENK: Tensor,
+    dx_TK: Tensor | None,
+    bounds: list[int],
+    sampler: RowSampler,
+    *,
+    gain_K: Tensor | None = None,
+    emulate: LinearPrecision | None = None,
 ) -> Tensor:
     """float64 [E, V]: `dgrad_error` by expert."""
     parts = _split(sampler.rows(bounds[-1], dy_TN.device), bounds)
+    how: Judged = {"gain_K": gain_K, "emulate": emulate}
     return torch.stack(
-        [dgrad_error(dy_TN, w_NK, dx_TK, rows) for w_NK, rows in zip(w_ENK, parts, strict=True)]
+        [dgrad_error(dy_TN, w_NK, dx_TK, rows, **how) for w_NK, rows in zip(w_ENK, parts, strict=True)]
     )
 
 
 def grouped_wgrad_error(
-    dy_TN: Tensor, x_TK: Tensor, dw_ENK: Tensor, bounds: list[int], rows: Tensor
+    dy_TN: Tensor,
+    x_TK: Tensor,
+    dw_ENK: Tensor,
+    bounds: list[int],
+    rows: Tensor,
+    *,
+    gain_K: Tensor | None = None,
+    emulate: LinearPrecision | None = None,
 ) -> Tensor:
     """float64 [E, V]: `wgrad_error` by expert, the same output features of each."""
     spans = zip(bounds, bounds[1:], dw_ENK, strict=False)
-    return torch.stack([wgrad_error(dy_TN[a:b], x_TK[a:b], dw_NK, rows) for a, b, dw_NK in spans])
+    how: Judged = {"gain_K": gain_K, "emulate": emulate}
+    return torch.stack([wgrad_error(dy_TN[a:b], x_TK[a:b], dw_NK, rows, **how) for a, b, dw_NK in spans])
 
 
 def _split(rows: Tensor, bounds: list[int]) -> list[Tensor]:

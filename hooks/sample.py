@@ -51,8 +51,8 @@ class StepRecord:
     snapshot: Snapshot
     filled: frozenset[int]
     """First rows of the slots that were measured: the others are absent."""
-    formats: Mapping[int, str]
-    """Format by first row, where it is not E4M3."""
+    marks: Mapping[int, Mapping[str, Any]]
+    """Fields of the slot by first row, where the step's precision adds some."""
     notes: Notes
     plan_version: int
     effective_step: int | None
@@ -115,8 +115,8 @@ class SampleBuilder:
         for index, (slot, part, first_row, experts) in enumerate(self._rows):
             if first_row not in record.filled:
                 continue
-            fmt = record.formats.get(first_row)
-            named = slot if fmt is None else replace(slot, fmt=fmt)
+            mark = record.marks.get(first_row)
+            named = slot if mark is None else replace(slot, **mark)
             vectors_EV = values[first_row : first_row + experts]
             if part in GRADIENT_PARTS and loss_scale != 1.0:
                 vectors_EV = _unscaled(vectors_EV, loss_scale)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,7 +16,7 @@ from fp8_safeguard.hooks.buffer import Frame, Ring
 from fp8_safeguard.hooks.client import Client
 from fp8_safeguard.hooks.clock import Clock, owns, scale_of, scaler_in_use
 from fp8_safeguard.hooks.controls import Controls
-from fp8_safeguard.hooks.layers import ObservedLayer, Part, format_of, rows_of
+from fp8_safeguard.hooks.layers import ObservedLayer, Part, emulated, format_of, rows_of
 from fp8_safeguard.hooks.once import OnceLog
 from fp8_safeguard.hooks.recompute import RowSampler
 from fp8_safeguard.hooks.sample import Notes, SampleBuilder, StepRecord
@@ -216,7 +217,7 @@ class Session:
             step=number,
             snapshot=frame.snapshot(),
             filled=frozenset(frame.filled),
-            formats=_formats(self.layers),
+            marks=_marks(self.layers),
             notes=notes,
             plan_version=self.controls.plan.version,
             effective_step=self.controls.effective_step,
@@ -263,12 +264,17 @@ class Session:
         return owns(optimizer, trained or ([] if model is None else list(model.parameters())))
 
 
-def _formats(layers: list[ObservedLayer]) -> dict[int, str]:
-    """Format by first row of the slots that are not E4M3, as the step's forward had it."""
-    return {
-        layer.row(part): fmt
-        for layer in layers
-        if layer.step.precision is not None
-        for part in Part
-        if (fmt := format_of(layer.step.precision, part)) != "e4m3"
-    }
+def _marks(layers: list[ObservedLayer]) -> dict[int, dict[str, Any]]:
+    """Fields of the slots, by first row, that depend on the precision of the step's forward."""
+    marks: dict[int, dict[str, Any]] = {}
+    for layer in layers:
+        precision = layer.step.precision
+        for part in Part if precision is not None else ():
+            assert precision is not None
+            fmt = format_of(precision, part)
+            mark: dict[str, Any] = {} if fmt == "e4m3" else {"fmt": fmt}
+            if emulated(precision, part) is not None:
+                mark["emulated"] = True
+            if mark:
+                marks[layer.row(part)] = mark
+    return marks

@@ -62,6 +62,11 @@ def test_first_ignores_what_came_before() -> None:
     assert first([{"step": 3}], "step", 5) == {}
 
 
+def test_first_of_several_at_one_step_is_the_one_made_first() -> None:
+    newest_first = [{"step": 8, "id": 3}, {"step": 8, "id": 2}, {"step": 6, "id": 1}]
+    assert first(newest_first, "step", 7) == {"step": 8, "id": 2}
+
+
 def test_summary_tells_the_story_with_its_steps() -> None:
     text = "\n".join(summary_lines(GOOD, "http://127.0.0.1:1"))
     for expected in (

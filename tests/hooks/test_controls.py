@@ -70,13 +70,19 @@ def test_a_reply_takes_effect_two_steps_after_its_sample_and_is_reported(
 def test_the_real_gemm_changes_with_the_plan(controlled: Any, read: Read) -> None:
     model = Fp8Linear(8, 8)
     guard = controlled(model, {0: plan(1, entry(""))})
-    errors = []
+    x = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
+    errors, emulated = [], []
     for _ in range(3):
         run_steps(guard, model, 1)
-        errors.append(read(guard)[" fprop"].relative_error)
-    assert errors[0] > 0.01 > 0.005 > errors[2]
-    # What FP8 would do to the operand is still measured in fallback.
+        exact = x.double() @ model.weight.detach().double().T
+        errors.append(float((model(x).detach().double() - exact).norm() / exact.norm()))
+        emulated.append({slot.label.strip() for slot in read(guard).sample.slots if slot.emulated})
+    # After step 1 the next forward, ours included, runs with the plan.
+    assert errors[0] > 0.01 > 0.005 > errors[1]
+    # What FP8 would do is still measured in fallback, and said to be emulated.
+    assert emulated == [set(), set(), {"fprop"}]
     assert read(guard)[" x row"].relative_error > 0.01
+    assert read(guard)[" fprop"].relative_error > 0.01
 
 
 def test_a_newer_plan_without_the_entry_restores_and_an_older_one_is_ignored(controlled: Any) -> None:
