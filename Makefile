@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 export PYTHONSAFEPATH := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-all check fmt clean
+.PHONY: help setup demo serve test test-all check readme fmt clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-10s %s\n", $$1, $$2}'
@@ -40,6 +40,9 @@ check: setup  ## Lint, types, import contracts, docs
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -q tests/docs
+
+readme: setup  ## Bring the README's generated parts up to date
+	$(BIN)/python docs/readme.py
 
 fmt: setup  ## Format the code
 	$(BIN)/ruff format .

@@ -1,4 +1,4 @@
-"""The demo: train, break a layer, watch it being saved, and compare with three runs that were not."""
+"""The demo: train, break a layer, watch it being saved, compare with three other runs."""
 
 import json
 import queue
