@@ -102,6 +102,6 @@ def short_number(value: float, digits: int = 3) -> str:
     if value == 0:
         return "0"
     if 0.999e-4 <= abs(value) < 1e5:
-        return f"{value:.{digits}g}" if abs(value) < 1000 else f"{value:,.0f}"
+        return f"{value:.{digits}g}" if abs(value) < 10**digits else f"{value:,.0f}"
     mantissa, exponent = f"{value:.1e}".split("e")
     return f"{mantissa.removesuffix('.0')}e{int(exponent)}".replace("-", "−")

@@ -7,6 +7,8 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, func, select
 
+from fp8_safeguard.dashboards.metrics import format_value, metric_view
+from fp8_safeguard.monitor.numbers import decode_number
 from fp8_safeguard.server.branch import Segment, live_branch, segment_rows
 from fp8_safeguard.server.paging import DEFAULT_PAGE, decode_token, encode_token
 from fp8_safeguard.server.runlookup import find_run
@@ -199,27 +201,31 @@ def _verdict(state: str, health: Health, row: Row[Any], now: float) -> dict[str,
     if state in ("unstable", "watch") and alert is not None:
         return {"why": _why(alert), "next": _next_step(state, row.mode)}
     if state == "fallback":
-        count = health.fallbacks
-        layers = "1 layer computes" if count == 1 else f"{count} layers compute"
         return {
-            "why": f"{layers} GEMMs in BF16 by the plan",
-            "next": "look at the decisions and what led to them",
+            "why": f"the plan holds a fault: {_deviations(row.plan)}",
+            "next": "find the cause in the decisions; a gemm returns to FP8 once its numbers are healthy again",
         }
     return {"why": "every judged slot is within its thresholds", "next": "nothing to do"}
+
+
+def _deviations(plan: str) -> str:
+    """What the plan changes, the first two layers by name."""
+    entries = json.loads(plan)
+    names = sorted({entry["layer"] for entry in entries})
+    more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+    fallback = any(entry["action"] == "bf16_fallback" for entry in entries)
+    return f"{', '.join(names[:2])}{more} {'in BF16' if fallback else 'with other scales'}"
 
 
 def _why(alert: dict[str, Any]) -> str:
     slot = alert.get("slot") or {}
     where = slot.get("gemm") or " ".join(part for part in (slot.get("operand"), slot.get("layout")) if part)
-    place = f"{alert.get('layer')} {where}".strip()
+    view = metric_view(str(alert.get("metric")))
+    value, limit = (decode_number(alert.get(name)) for name in ("value", "threshold"))
     return (
-        f"{place}: {alert.get('metric')} is {_short(alert.get('value'))}, over {_short(alert.get('threshold'))}, "
-        f"since step {alert.get('first_step')}"
+        f"{alert.get('layer')} {where}: {view.label} {format_value(value, view)} "
+        f"(limit {format_value(limit, view)}) since step {alert.get('first_step')}"
     )
-
-
-def _short(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _next_step(state: str, mode: str) -> str:
