@@ -55,7 +55,9 @@ def serve(
     host: Annotated[
         str | None, typer.Option(help="Address to listen on; anything but loopback needs a token.")
     ] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one.")] = None,
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")
+    ] = None,
     workers: Annotated[int, typer.Option(min=1, help="Server processes; SQLite takes one.")] = 1,
     database_url: Annotated[str | None, typer.Option(help="SQLAlchemy URL of the store.")] = None,
 ) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from fp8_safeguard.cli.api import Api, ApiError
 
@@ -37,7 +38,8 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) 
     for column in columns:
         shown.add_column(column, overflow="fold")
     for row in rows:
-        shown.add_row(*("" if cell is None else str(cell) for cell in row))
+        # Text, because a layer's name may look like markup.
+        shown.add_row(*(Text("" if cell is None else str(cell)) for cell in row))
     Console().print(shown)
 
 
@@ -64,7 +66,7 @@ def layers(
     """The layers of a run, worst first."""
     items = ask(server, token, run, lambda api, name: api.items(f"/runs/{name}/layers", state=state))
     if as_json:
-        print_json(items)
+        print_json({"items": items, "next_page_token": None})
         return
     table(
         "Layers, worst first",
@@ -91,7 +93,7 @@ def alerts(run: Run = None, server: Server = None, token: Token = None, as_json:
     """The alerts of a run."""
     items = ask(server, token, run, lambda api, name: api.items(f"/runs/{name}/alerts"))
     if as_json:
-        print_json(items)
+        print_json({"items": items, "next_page_token": None})
         return
     names = ["first_step", "severity", "state", "layer", "rule", "metric", "value"]
     table("Alerts", names, [[item.get(name) for name in names] for item in items])
@@ -101,7 +103,7 @@ def decisions(run: Run = None, server: Server = None, token: Token = None, as_js
     """The decisions on a run, with their reasons."""
     items = ask(server, token, run, lambda api, name: api.items(f"/runs/{name}/decisions"))
     if as_json:
-        print_json(items)
+        print_json({"items": items, "next_page_token": None})
         return
     names = ["step", "layer", "target", "action", "value", "state", "effective_step", "reason"]
     table("Decisions", names, [[item.get(name) for name in names] for item in items])

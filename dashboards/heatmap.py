@@ -125,10 +125,15 @@ def _colour_range(cells: Cells, view: MetricView, scale: str) -> Bounds | None:
         return None
     low, high = min(finite), max(finite)
     if scale == "log":
-        low, high = 10.0 ** math.floor(math.log10(low)), 10.0 ** math.ceil(math.log10(high))
+        # 10^308 is the last power of ten in a float; one decade is left for the widening below.
+        low, high = (10.0 ** max(-307, min(307, power)) for power in _decades(low, high))
         return (low, high) if low < high else (low / 10, high * 10)
     margin = 0.0 if low < high else max(abs(low), 1.0) / 2
     return low - margin, high + margin
+
+
+def _decades(low: float, high: float) -> tuple[int, int]:
+    return math.floor(math.log10(low)), math.ceil(math.log10(high))
 
 
 def _heatmap_trace(

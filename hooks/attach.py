@@ -54,7 +54,8 @@ def attach(
     memory, bounded). Without a server they are appended to a file in `spool_dir`; without either the guard only
     keeps the last one. `server`, `token`, `spool_dir` and `run` default to FP8_SAFEGUARD_SERVER, _TOKEN,
     _SPOOL_DIR and _RUN; run and attempt to torchrun's or Slurm's job and restart count, else to a new id and "0".
-    Convert and wrap the model first, attach last. Raises OptionError and AlreadyAttachedError.
+    Convert and wrap the model first, attach last. An `observer` of your own on one of our layers is paused until
+    detach(). Raises OptionError and AlreadyAttachedError.
     """
     options = resolve(
         server=server, token=token, run=run, attempt=attempt, group=group, groups=groups, every=every,
@@ -201,6 +202,8 @@ class Guard:
         return {
             "run": session.options.run,
             "attempt": session.options.attempt,
+            "parent": session.builder.attempt.parent,
+            "from_step": session.builder.attempt.from_step,
             "step": session.clock.step,
             "rotation": session.rotation,
             "sampler": session.sampler.generator.get_state(),
@@ -209,7 +212,10 @@ class Guard:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where that state was taken; another attempt id than the saved one becomes its child."""
+        """Continue where that state was taken; another attempt id than the saved one becomes its child.
+
+        The child's `from_step` is the first step that it produces itself: its parent's steps below it are shared.
+        """
         session = self._session
         if "step" not in state or "plan" not in state:
             raise OptionError(f"state has the keys {sorted(state)}: pass what Guard.state_dict() returned")
@@ -220,10 +226,13 @@ class Guard:
             session.sampler.generator.set_state(state["sampler"])
         session.controls.load(state["plan"], state.get("effective_step"), session.clock.step)
         saved, mine = state.get("attempt"), session.options.attempt
-        parent = saved if saved != mine else None
-        session.builder.attempt = Attempt(
-            id=mine, parent=parent, from_step=session.clock.step if parent else 0
-        )
+        if saved is None or saved == mine:
+            parent, from_step = state.get("parent"), int(state.get("from_step", 0))
+            session.own_steps = None
+        else:
+            parent, from_step = saved, session.clock.step
+            session.own_steps = 0
+        session.builder.attempt = Attempt(id=mine, parent=parent, from_step=from_step)
 
 
 def _forget(client: Client, farewell: Farewell | None) -> None:
@@ -239,8 +248,14 @@ def _install(session: Session) -> list[Any]:
     for layer in session.layers:
         module, fp8_module = layer.module(), layer.fp8_module()
         if fp8_module is not None:
-            fp8_module.observer = LayerObserver(session, layer)
-            pass_hook = PassHook(session, layer, fp8_module.observer)
+            observer = LayerObserver(session, layer)
+            if fp8_module.observer is not None and not isinstance(fp8_module.observer, LayerObserver):
+                observer.paused = fp8_module.observer
+                session.once.warning(
+                    "observer", "layer %s has an observer of its own: it is paused until detach()", layer.name
+                )
+            fp8_module.observer = observer
+            pass_hook = PassHook(session, layer, observer)
             handles.append(fp8_module.register_forward_pre_hook(pass_hook, prepend=True))
         elif module is not None:
             hook = ForwardHook(session, layer)
@@ -255,7 +270,7 @@ def _remove_observer(layer: ObservedLayer, session: Session) -> None:
         and isinstance(module.observer, LayerObserver)
         and module.observer.session is session
     ):
-        module.observer = None
+        module.observer = module.observer.paused
 
 
 def _reporting(options: Options, *, own_group: bool) -> Options:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fp8_safeguard.hooks import recompute
 from fp8_safeguard.hooks.layers import ObservedLayer, Part, StepState, emulated
-from fp8_safeguard.kernels import LinearPrecision, OperandFormat, tensor_stats
+from fp8_safeguard.kernels import GemmObserver, LinearPrecision, OperandFormat, tensor_stats
 
 if TYPE_CHECKING:
     from fp8_safeguard.hooks.session import Session
@@ -25,6 +25,11 @@ _FOREIGN = LinearPrecision()
 def in_backward() -> bool:
     """Whether this thread is inside a backward pass: a forward seen there repeats one under a checkpoint."""
     return torch._C._current_graph_task_id() != -1
+
+
+def _is_traced() -> bool:
+    """Whether a compiler or torch.jit.trace watches: our own operations must not become part of its graph."""
+    return torch.compiler.is_compiling() or torch._C._is_tracing()
 
 
 def guarded(
@@ -81,7 +86,7 @@ class ForwardHook(_ModelHook):
     """
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if torch.compiler.is_compiling():
+        if _is_traced():
             return
         session, layer = self.session, self.layer
         if not torch.is_grad_enabled() or layer.module() is not module or not session.active:
@@ -190,7 +195,7 @@ class PassHook(_ModelHook):
         self.observer = observer
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        if not torch.compiler.is_compiling():
+        if not _is_traced():
             # A shallow copy of the module shares its hooks and its observer.
             self.observer.with_gradients = torch.is_grad_enabled() and self.layer.module() is module
 
@@ -203,6 +208,8 @@ class LayerObserver:
         self.layer = layer
         self.with_gradients = True
         """Whether the forward in progress builds a graph."""
+        self.paused: GemmObserver | None = None
+        """The user's own observer, whose place this one takes until detach()."""
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
         return _nothing, ()
@@ -211,7 +218,7 @@ class LayerObserver:
     def wants(self) -> bool:
         """Whether the pass in progress is measured; never raises."""
         session = self.session
-        if torch.compiler.is_compiling() or not session.active:
+        if _is_traced() or not session.active:
             return False
         if in_backward():
             return session.measuring

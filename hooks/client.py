@@ -83,10 +83,12 @@ class Client:
             if len(self._inbox) >= QUEUE_SAMPLES:
                 self._inbox.popleft()
                 self.count_dropped("the sender is behind")
-            self._inbox.append(record)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="fp8-safeguard-client", daemon=True)
-                self._thread.start()
+                # Kept once it runs: where no thread can be started now, the next sample tries again.
+                thread = threading.Thread(target=self._work, name="fp8-safeguard-client", daemon=True)
+                thread.start()
+                self._thread = thread
+            self._inbox.append(record)
             self._change.notify_all()
 
     def count_dropped(self, reason: str, number: int = 1) -> None:

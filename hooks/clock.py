@@ -49,7 +49,10 @@ def checked_step(n: int | None) -> int | None:
 
 
 class OptimizerHook:
-    """Global optimizer post-hook; holds its listener weakly and goes away with it.
+    """Global optimizer post-hook; holds its listener weakly and is silent without it.
+
+    torch iterates over the hooks while it calls them, so a hook whose listener is gone cannot take itself off: the
+    next one that comes or goes does it.
 
     A pre-hook would be wrong where the closure runs the forward inside `optimizer.step`; a step that GradScaler
     skips fires no hook at all, so that iteration merges into the next one (unless the trainer calls `step()`).
@@ -58,17 +61,31 @@ class OptimizerHook:
     def __init__(self, on_step: Callable[[Optimizer], None]) -> None:
         self._on_step = weakref.WeakMethod(on_step)
         self._handle = register_optimizer_step_post_hook(self)
+        _prune()
+        _installed.append(self)
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         on_step = self._on_step()
-        if on_step is None:
-            self.remove()
-        elif torch._C._current_graph_task_id() == -1:  # an optimizer that runs inside backward ends no step
+        # An optimizer that runs inside backward ends no step.
+        if on_step is not None and torch._C._current_graph_task_id() == -1:
             on_step(optimizer)
 
     def remove(self) -> None:
-        """Take the hook off."""
+        """Take the hook off, and those that have outlived their listeners."""
         self._handle.remove()
+        _installed[:] = [hook for hook in _installed if hook is not self]
+        _prune()
+
+
+_installed: list[OptimizerHook] = []
+"""Every hook that has not been taken off."""
+
+
+def _prune() -> None:
+    for hook in _installed:
+        if hook._on_step() is None:
+            hook._handle.remove()
+    _installed[:] = [hook for hook in _installed if hook._on_step() is not None]
 
 
 def owns(optimizer: Optimizer, parameters: Iterable[Tensor]) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 from fp8_safeguard.hooks.layers import ObservedLayer
 from fp8_safeguard.hooks.once import OnceLog
 from fp8_safeguard.kernels import LinearPrecision
-from fp8_safeguard.monitor.plan import Plan, PlanEntry
+from fp8_safeguard.monitor.plan import Plan, PlanEntry, PlanError
 
 _GEMMS = ("fprop", "dgrad", "wgrad")
 _OPERANDS = ("x", "w", "dy")
@@ -31,6 +31,8 @@ class Controls:
         self._configured = {
             layer.name: module.precision for layer in layers if (module := layer.fp8_module()) is not None
         }
+        self._given = dict(self._configured)
+        """What each layer was last seen with or given: anything else on it is the user's doing."""
         self._observe_only = mode == "observe"
         self._once = once
         self._lock = threading.Lock()
@@ -40,14 +42,17 @@ class Controls:
         """Steps at which an entry of the plan begins or expires."""
 
     def receive(self, wire: Any) -> None:
-        """A reply's plan (None: nothing newer). Called on the sender's thread; only takes note."""
+        """A reply's plan (None: nothing newer). Called on the sender's thread; only takes note, never raises."""
         if wire is None or self._observe_only:
             return
-        plan = Plan.from_wire(wire)
-        with self._lock:
-            newest = self.plan if self._waiting is None else self._waiting[0]
-            if plan.version > newest.version:
-                self._waiting = (plan, self._completed + STEPS_AHEAD)
+        try:
+            plan = self._readable(wire)
+            with self._lock:
+                newest = self.plan if self._waiting is None else self._waiting[0]
+                if plan.version > newest.version:
+                    self._waiting = (plan, self._completed + STEPS_AHEAD)
+        except Exception as error:
+            self._once.failure("a reply of the server", error)
 
     def at_boundary(self, next_step: int) -> None:
         """Between two steps: let a waiting plan, or an entry whose time has come, take effect."""
@@ -68,7 +73,8 @@ class Controls:
             self._apply(next_step)
 
     def restore(self) -> None:
-        """Give every layer the precision that it was configured with."""
+        """Give every layer that a plan has changed the precision that it was configured with."""
+        self._keep_changes()
         for name, precision in self._configured.items():
             self._set(name, precision)
 
@@ -77,32 +83,53 @@ class Controls:
         if self._observe_only:
             return
         with self._lock:
-            self._waiting = (Plan.from_wire(wire), next_step)
+            self._waiting = (self._readable(wire), next_step)
         self.at_boundary(next_step)
         self.effective_step = effective_step
 
+    def _readable(self, wire: Any) -> Plan:
+        """The plan without the entries that cannot be read. Raises PlanError where it is no plan at all."""
+        items = wire.get("entries") if isinstance(wire, Mapping) else None
+        whole = Plan.from_wire({**wire, "entries": ()} if isinstance(items, list | tuple) else wire)
+        entries: list[PlanEntry] = []
+        for item in items or ():
+            try:
+                entries.append(_checked_steps(PlanEntry.from_wire(item)))
+            except Exception as error:
+                self._once.warning(f"entry {item}", "plan entry %s is not applied: %s", item, error)
+        return replace(whole, entries=tuple(entries))
+
     def _apply(self, step: int) -> None:
+        self._keep_changes()
         wanted = dict(self._configured)
         for entry in self.plan.entries:
             expired = entry.expires_step is not None and step >= entry.expires_step
             if step < entry.not_before_step or expired:
                 continue
-            if entry.layer not in wanted:
-                self._refuse(entry)
-                continue
+            # Whatever one entry is, the others have to be applied and the training has to go on.
             try:
-                wanted[entry.layer] = _with_entry(wanted[entry.layer], entry)
-            except ValueError as error:
+                if entry.layer in wanted:
+                    wanted[entry.layer] = _with_entry(wanted[entry.layer], entry)
+                else:
+                    self._refuse(entry)
+            except Exception as error:
                 self._once.warning(
                     f"entry {entry.place}", "plan entry %s is not applied: %s", entry.place, error
                 )
         for name, precision in wanted.items():
             self._set(name, precision)
 
+    def _keep_changes(self) -> None:
+        """A precision that somebody else has set since is the one that the layer is configured with now."""
+        for name, given in self._given.items():
+            module = self._layers[name].fp8_module()
+            if module is not None and module.precision != given:
+                self._configured[name] = self._given[name] = module.precision
+
     def _set(self, name: str, precision: LinearPrecision) -> None:
         module = self._layers[name].fp8_module()
         if module is not None and module.precision != precision:
-            module.precision = precision
+            module.precision = self._given[name] = precision
 
     def _refuse(self, entry: PlanEntry) -> None:
         what = (
@@ -114,6 +141,14 @@ class Controls:
             f"entry {entry.layer}", "plan entry %s %s is not applied: layer %s %s",
             entry.action, entry.target.key, entry.layer, what,
         )  # fmt: skip
+
+
+def _checked_steps(entry: PlanEntry) -> PlanEntry:
+    """The entry, if its steps can be compared with one. Raises PlanError."""
+    for step in (entry.not_before_step, *(() if entry.expires_step is None else (entry.expires_step,))):
+        if isinstance(step, bool) or not isinstance(step, int):
+            raise PlanError(f"step is {step!r}: not_before_step and expires_step are whole numbers")
+    return entry
 
 
 def _with_entry(precision: LinearPrecision, entry: PlanEntry) -> LinearPrecision:

@@ -7,8 +7,11 @@ from typing import Any
 
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
+from torch.nn.utils.parametrize import is_parametrized
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
-from fp8_safeguard.hooks.layers import ObservedLayer, Part
+from fp8_safeguard.hooks.layers import ObservedLayer, Part, stored
 from fp8_safeguard.kernels import Fp8GroupedLinear, Fp8Linear
 
 Filter = Callable[[nn.Module, str], bool]
@@ -17,7 +20,7 @@ CoverageRow = dict[str, Any]
 
 def is_conv1d(module: nn.Module) -> bool:
     """GPT-2's Conv1D as Hugging Face spells it: a linear layer whose weight is [in, out]."""
-    weight = getattr(module, "weight", None)
+    weight = stored(module, "weight")
     return (
         type(module).__name__ == "Conv1D"
         and isinstance(weight, nn.Parameter)
@@ -66,7 +69,11 @@ def _eligible(module: nn.Module) -> bool:
 
 
 def _refusal(module: nn.Module, name: str, keep: Filter) -> str:
-    if isinstance(getattr(module, "weight", None), UninitializedParameter):
+    if is_parametrized(module):
+        return "parametrized: its weight is computed at every reading, and to read it may change it"
+    if any(isinstance(hook, WeightNorm | SpectralNorm) for hook in module._forward_pre_hooks.values()):
+        return "weight_norm or spectral_norm: its weight is computed at every forward and is no parameter"
+    if isinstance(stored(module, "weight"), UninitializedParameter):
         return "not initialised: run the lazy module once before attach()"
     return "" if keep(module, name) else "excluded by filter"
 
@@ -92,7 +99,9 @@ def _raw_parameters(model: nn.Module, claimed: set[int], excluded: set[str]) -> 
         owner = name.rpartition(".")[0]
         if isinstance(parameter, UninitializedParameter) or parameter.dim() < 2:
             continue
-        if id(parameter) not in claimed and owner not in excluded:
+        # The tensors behind a parametrized weight belong to its layer.
+        layer = f".{owner}".partition(".parametrizations.")[0].removeprefix(".")
+        if id(parameter) not in claimed and layer not in excluded:
             yield _row(name, list(parameter.shape), "not observed", _why_raw(owners[owner]))
 
 
@@ -109,9 +118,12 @@ def _parameters(module: nn.Module | None) -> list[nn.Parameter]:
 
 
 def _shape(module: nn.Module) -> list[int]:
-    weight = getattr(module, "weight", None)
-    if weight is None or isinstance(weight, UninitializedParameter):
+    weight = stored(module, "weight")
+    if isinstance(weight, UninitializedParameter):
         return []
+    if weight is None:
+        features = [getattr(module, "out_features", None), getattr(module, "in_features", None)]
+        return [size for size in features if isinstance(size, int)]
     return list(weight.shape)
 
 

@@ -87,13 +87,29 @@ class ObservedLayer:
 
     def parameter(self) -> Tensor | None:
         """The module's weight as it is stored, found by name: its identity may change from step to step."""
-        weight = getattr(self.module(), "weight", None)
-        return weight if isinstance(weight, Tensor) else None
+        module = self.module()
+        return None if module is None else stored(module, "weight")
+
+    def trainable(self) -> list[Tensor]:
+        """What an optimizer would update: the weight, or what a weight that is no parameter is computed from."""
+        weight, module = self.parameter(), self.module()
+        if isinstance(weight, nn.Parameter) or module is None:
+            return [] if weight is None else [weight]
+        return list(module.parameters())
 
     def weight(self) -> Tensor | None:
         """The weight as [N, K], or [E, N, K] with experts."""
         weight = self.parameter()
         return weight.mT if weight is not None and self.transposed else weight
+
+
+def stored(module: nn.Module, name: str) -> Tensor | None:
+    """A tensor of the module as it is stored; None for one that a property computes (parametrizations)."""
+    for store in (module._parameters, module._buffers, vars(module)):
+        value = store.get(name)
+        if isinstance(value, Tensor):
+            return value
+    return None
 
 
 def rows_of(layers: list[ObservedLayer]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -56,6 +57,8 @@ class Session:
         """Where the step in progress is measured; None where it is not."""
         self.samples = 0
         """Samples finished so far."""
+        self.own_steps: int | None = None
+        """Of an attempt with a parent, the steps it has produced itself so far; None without a parent."""
         self.last: StepRecord | None = None
         """The newest finished sample."""
         self.spent_seconds = 0.0
@@ -76,9 +79,14 @@ class Session:
         return self.frame is not None and not self.paused and self.active
 
     def touch(self) -> None:
-        """A forward of the step in progress was seen: the first one opens the step."""
-        if not self.clock.open:
+        """A forward of the step in progress was seen: the first one opens the step. Never raises."""
+        if self.clock.open:
+            return
+        try:
             self._open()
+        except Exception as error:
+            self.frame = None
+            self._lose("the start of a step", error)
 
     def picks_wgrad(self, layer: ObservedLayer) -> bool:
         """Whether it is this layer's turn to have its weight gradient recomputed."""
@@ -107,14 +115,17 @@ class Session:
             self.once.failure("the end of a step", error)
 
     def step(self, n: int | None) -> None:
-        """The trainer says that step n has just ended."""
-        first, self.clock.manual = not self.clock.manual, True
-        if first and not self.clock.open and self.clock.ended_by_optimizer:
-            # The optimizer has ended this very step already, under our own number.
-            self._renumber(self.clock.step - 1 if n is None else n)
-        else:
-            self.end_step(self.clock.step if n is None else n)
-        self.deliver()
+        """The trainer says that step n has just ended. Never raises."""
+        try:
+            first, self.clock.manual = not self.clock.manual, True
+            if first and not self.clock.open and self.clock.ended_by_optimizer:
+                # The optimizer has ended this very step already, under our own number.
+                self._renumber(self.clock.step - 1 if n is None else n)
+            else:
+                self.end_step(self.clock.step if n is None else n)
+            self.deliver()
+        except Exception as error:
+            self.once.failure("the end of a step", error)
 
     def end_step(self, number: int) -> None:
         """Close the frame, count on, and let a waiting plan take effect."""
@@ -124,15 +135,19 @@ class Session:
         self.deliver()
         if frame is not None:
             if frame.filled and number % self.options.every == 0:
-                self._pending = self._record(number, frame, notes)
+                try:
+                    self._pending = self._record(number, frame, notes)
+                except Exception as error:
+                    self._lose("the end of a step", error)
             for layer in self.layers:
                 layer.leave()
+        self._count_own(number)
         self.clock.end(number)
         self.controls.at_boundary(self.clock.step)
         self.spent_seconds += time.perf_counter() - start
 
     def deliver(self) -> None:
-        """Hand the finished sample over: its number and its notes are final now."""
+        """Hand the finished sample over: its number and its notes are final now. Never raises."""
         record, self._pending = self._pending, None
         if record is None:
             return
@@ -140,7 +155,10 @@ class Session:
         self.last = record
         for layer in self.layers:
             layer.seen = layer.seen or not record.filled.isdisjoint(layer.rows)
-        self.client.submit(record)
+        try:
+            self.client.submit(record)
+        except Exception as error:
+            self._lose("handing a sample over", error)
 
     def flush(self, timeout: float) -> bool:
         """Wait for at most that many seconds until everything has arrived."""
@@ -182,6 +200,11 @@ class Session:
         # A step that GradScaler will skip ends without a trace of it: note the scale that it begins with.
         scaler = None if self._scaler is None else self._scaler()
         self._notes.found_scale = None if scaler is None else scale_of(scaler)
+
+    def _lose(self, where: str, error: Exception) -> None:
+        """Our own code failed and its sample is lost: count it, and let training go on."""
+        self.once.failure(where, error)
+        self.client.count_dropped(type(error).__name__)
 
     def _miss_forward(self) -> None:
         """Our optimizer stepped without a forward: the second one of a step, or one that nobody could see."""
@@ -230,8 +253,21 @@ class Session:
             record.step = number
             if number % self.options.every:
                 self._pending = None
+        if self.own_steps == 1:
+            self._begin_with(number)
         self.clock.end(number)
         self.controls.at_boundary(self.clock.step)
+
+    def _count_own(self, number: int) -> None:
+        """The first step of a child is where it begins, whatever number its parent's state had reached."""
+        if self.own_steps is None or not self.clock.open:
+            return
+        self.own_steps += 1
+        if self.own_steps == 1:
+            self._begin_with(number)
+
+    def _begin_with(self, number: int) -> None:
+        self.builder.attempt = replace(self.builder.attempt, from_step=number)
 
     def _pick(self) -> None:
         """Choose the layers whose weight gradient is recomputed in this sample: each has its turn."""
@@ -257,7 +293,7 @@ class Session:
     def _is_ours(self, optimizer: Optimizer) -> bool:
         if self._optimizer is not None:
             return self._optimizer() is optimizer
-        weights = [weight for layer in self.layers if (weight := layer.parameter()) is not None]
+        weights = [weight for layer in self.layers for weight in layer.trainable()]
         trained = [weight for weight in weights if weight.requires_grad]
         model = self.model()
         # With every observed weight frozen (adapters, norms, biases) any parameter of the model will do.

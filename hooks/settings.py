@@ -72,8 +72,8 @@ def resolve(
         server=_server_url(server),
         token=token or environment.get("FP8_SAFEGUARD_TOKEN") or None,
         run=_identifier("run", run or _default_run()),
-        attempt=attempt if attempt is not None else _default_attempt(),
-        group=group,
+        attempt=_text("attempt", attempt if attempt is not None else _default_attempt()),
+        group=_text("group", group),
         groups=_at_least("groups", groups, 1),
         every=_at_least("every", every, 1),
         recompute=_at_least("recompute", recompute, 0),
@@ -115,6 +115,12 @@ def _identifier(name: str, value: str) -> str:
         raise OptionError(
             f"{name} is {value!r}: a letter or digit, then up to 127 letters, digits, '.', '_' or '-'"
         )
+    return value
+
+
+def _text(name: str, value: str) -> str:
+    if not isinstance(value, str) or not value:
+        raise OptionError(f"{name} is {value!r}: give a text of at least one character")
     return value
 
 

@@ -11,6 +11,9 @@ from fp8_safeguard.kernels.errors import OperandError
 from fp8_safeguard.kernels.matmul import mm_exact
 from fp8_safeguard.kernels.quantized import QuantizedTensor
 
+SMALLEST_SCALE = 2.0**-110
+"""Times the smallest code, 2^-16 in E5M2, still a normal float32: below it a product loses bits."""
+
 
 def fp8_gemm_nt(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype = torch.float32) -> Tensor:
     """a [M,K] (row) times b [N,K] (row or tile) transposed: [M,N] in out_dtype.
@@ -21,7 +24,14 @@ def fp8_gemm_nt(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype =
     require_operand("a", a, 2, ("row", "tile"))
     require_operand("b", b, 2, ("row", "tile"))
     require_same("K", "a", a.shape[1], "b", b.shape[1])
-    return mm_exact(a.dequantize(), b.dequantize().t()).to(out_dtype)
+    a_MK, b_NK = dequantized(a, b)
+    return mm_exact(a_MK, b_NK.t()).to(out_dtype)
+
+
+def dequantized(*operands: QuantizedTensor) -> list[Tensor]:
+    """The operands in float32, or all in float64 where a scale is so small that code x scale would be subnormal."""
+    tiny = any(bool((operand.scale < SMALLEST_SCALE).any()) for operand in operands)
+    return [operand.dequantize(torch.float64 if tiny else torch.float32) for operand in operands]
 
 
 def require_operand(name: str, operand: QuantizedTensor, dimensions: int, layouts: tuple[str, ...]) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fp8_safeguard.kernels.errors import OffsetsError
-from fp8_safeguard.kernels.gemm import require_operand, require_same
+from fp8_safeguard.kernels.gemm import dequantized, require_operand, require_same
 from fp8_safeguard.kernels.matmul import mm_exact
 from fp8_safeguard.kernels.operands import offsets_list
 from fp8_safeguard.kernels.quantized import QuantizedTensor
@@ -30,7 +30,8 @@ def grouped_gemm_nt(
     require_operand("b", b, 3, ("row", "tile"))
     require_same("K", "a", a.shape[1], "b", b.shape[2])
     bounds = expert_bounds(offsets, a.shape[0], b.shape[0])
-    return grouped_mm(a.dequantize(), b.dequantize().mT, bounds).to(out_dtype)
+    a_MK, b_ENK = dequantized(a, b)
+    return grouped_mm(a_MK, b_ENK.mT, bounds).to(out_dtype)
 
 
 def grouped_gemm_wgrad(
@@ -44,7 +45,7 @@ def grouped_gemm_wgrad(
     require_operand("x", x, 2, ("col",))
     require_same("M", "dy", dy.shape[0], "x", x.shape[0])
     bounds = expert_bounds(offsets, x.shape[0], offsets.numel() - 1)
-    return grouped_mm_wgrad(dy.dequantize(), x.dequantize(), bounds).to(out_dtype)
+    return grouped_mm_wgrad(*dequantized(dy, x), bounds).to(out_dtype)
 
 
 def expert_bounds(offsets: Tensor, rows: int, experts: int) -> list[int]:

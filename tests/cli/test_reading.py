@@ -1,8 +1,10 @@
 """The reading commands against a real server."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import pytest
@@ -76,13 +78,15 @@ def test_status_json_is_what_the_server_says(server: str) -> None:
 def test_layers_shows_any_layer_name(server: str) -> None:
     code, out, _ = ask("layers", "--server", server, "--json")
     assert code == 0
-    assert [item["layer"] for item in json.loads(out)] == ["blocks.0/a b"]
+    assert [item["layer"] for item in json.loads(out)["items"]] == ["blocks.0/a b"]
 
 
 def test_alerts_lists_the_open_alert(server: str) -> None:
     code, out, _ = ask("alerts", "--server", server, "--json")
     assert code == 0
-    assert [(item["rule"], item["layer"]) for item in json.loads(out)] == [("underflow", "blocks.0/a b")]
+    assert [(item["rule"], item["layer"]) for item in json.loads(out)["items"]] == [
+        ("underflow", "blocks.0/a b")
+    ]
 
 
 @pytest.mark.parametrize("command", ["status", "layers", "alerts", "decisions"])
@@ -128,3 +132,27 @@ def test_doctor_names_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     found = json.loads(out)
     assert code == 0
     assert found["training"]["kernel_backend"] in {"numba", "reference"}
+
+
+ODD = ["model.layers.0/attn", "a%2Fb", "a/b", "a?b#c", "..", "ü", "a[/b]", "[red]c", "d[0]", "e\\[x]"]
+
+
+@pytest.mark.parametrize("command", ["layers", "alerts"])
+def test_b62_any_layer_name_is_printed_as_it_is(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A terminal library must not take a name for its own markup."""
+    monkeypatch.setenv("COLUMNS", "300")
+    with running_server(Settings(database_url=f"sqlite:///{tmp_path}/test.db")) as url:
+        for step in range(3):
+            body = sample(step, underflow=400)
+            body["slots"] = [
+                {"index": n, "layer": name, "operand": "x", "layout": "row"} for n, name in enumerate(ODD)
+            ]
+            columns: Any = body["columns"]
+            body["columns"] = {name: values * len(ODD) for name, values in columns.items()}
+            assert httpx2.post(f"{url}/api/v1/runs/odd/samples", json=body).status_code == 200
+        code, out, err = ask(command, "--server", url)
+    assert (code, err) == (0, "")
+    cells = {cell.strip() for line in out.splitlines() for cell in re.split("[│┃]", line)}
+    assert set(ODD) <= cells

@@ -1,7 +1,9 @@
 """The run page in a real browser: values, decisions, live updates, keyboard, themes."""
 
+import json
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
@@ -253,3 +255,55 @@ def test_an_empty_list_of_runs_fills_by_itself(
     make_trainer(empty_server_url, "fresh", LAYERS).post(0)
     page.wait_for_selector("a.run-link", timeout=8000)
     assert page.locator("a.run-link").get_attribute("href") == "/runs/fresh"
+
+
+STRANGE = ["model.layers.0/attn", "a%2Fb", "a/b", "a?b#c", "..", "a+b&q=ü"]
+
+
+def test_b62_the_filter_of_any_layer_name_survives_its_address(
+    page: Any, server_url: str, make_trainer: Callable[..., Any]
+) -> None:
+    make_trainer(server_url, "strange", STRANGE).post(0)
+    open_run(page, server_url, "strange")
+    for name in STRANGE:
+        quoted = json.dumps(name)
+        page.evaluate(
+            "(name) => [...document.querySelectorAll('#worst button[data-layer]')]"
+            ".find((button) => button.dataset.layer === name).click()",
+            name,
+        )
+        rows = sum(name.casefold() in other.casefold() for other in STRANGE)
+        wait(page, f"{HEATMAP}.data[0].y.length === {rows}")
+        assert parse_qs(urlsplit(page.url).query, keep_blank_values=True)["q"] == [name]
+        if name == "a%2Fb":
+            page.reload()
+            page.wait_for_function(DRAWN)
+        wait(page, f"{HEATMAP}.data[0].y.length === {rows}")
+        assert page.evaluate("document.getElementById('filter').value") == name
+        wait(page, f"document.getElementById('worst').textContent.includes({quoted})")
+        page.locator("#filter").fill("")
+        wait(page, f"{HEATMAP}.data[0].y.length === {len(STRANGE)}")
+        wait(page, f"document.querySelectorAll('#worst button[data-layer]').length === {len(STRANGE)}")
+
+
+def test_b80_a_run_full_of_nan_and_inf_is_drawn(
+    page: Any, server_url: str, make_trainer: Callable[..., Any]
+) -> None:
+    """The page fixture fails on any error in the console; JSON.parse would raise one."""
+    reporter = make_trainer(server_url, "nonfinite", ["a", "b", "c"])
+    for step, word in enumerate(("NaN", "Infinity", "-Infinity")):
+        sick = reporter.sample(step, {})
+        for place, slot in enumerate(sick["slots"]):
+            if slot["layer"] != "c":
+                for name in ("amax", "sum_sq", "sum_sq_q", "sum_sq_err"):
+                    sick["columns"][name][place] = word
+                sick["columns"]["nan"][place] = 1
+        reporter.post(step, columns=sick["columns"], run={"loss": word, "gradient_norm": word})
+    open_run(page, server_url, "nonfinite", "?metric=amax")
+    assert page.evaluate(f"{HEATMAP}.data[0].z.slice(0, 2)") == [[None] * 3] * 2
+    assert all(value is not None for value in page.evaluate(f"{HEATMAP}.data[0].z[2]"))
+    marked = f"{HEATMAP}.data.find((trace) => trace.name === 'NaN').x.length"
+    assert page.evaluate(marked) == 6
+    page.wait_for_selector("#live[data-live=live]")
+    reporter.post(3)
+    wait(page, f"{COLUMNS} === 4")

@@ -117,6 +117,19 @@ def test_b80_the_wire_s_strings_and_missing_are_told_apart() -> None:
     assert marks(figure, "Inf") == [(2, "a"), (3, "a")]
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, object])
+@pytest.mark.parametrize("scale", ["linear", "log"])
+def test_b80_arrays_of_any_kind_become_plain_lists(dtype: Any, scale: str) -> None:
+    """Plotly sends a numpy array as base64, where NaN and Inf skip the replacement by null."""
+    values = np.array([[0.5, NAN], [INF, -INF]], dtype=dtype)
+    figure = heatmap_figure(
+        values, ["a", "b"], [10, 20], metric="amax", scale=scale, nonfinite=np.array([[0, 0, 1, 0]])
+    )
+    assert [[cell is None for cell in row] for row in cells(figure)] == [[False, True], [True, True]]
+    assert marks(figure, "NaN") == [(10, "a"), (20, "a")]
+    assert marks(figure, "Inf") == [(10, "b"), (20, "b")]
+
+
 def test_counted_non_finite_elements_are_marked_over_a_finite_value() -> None:
     figure = heatmap_figure([[0.1, 0.2]], ["a"], [0, 1], metric="underflow_ratio", nonfinite=[[0, 1, 12, 3]])
     assert cells(figure) == [[0.1, 0.2]]
@@ -136,6 +149,12 @@ def test_b83_a_uniform_rate_keeps_the_fixed_range(value: float) -> None:
 def test_b83_a_uniform_amax_gets_a_range_around_it() -> None:
     trace = payload(heatmap_figure([[5.0, 5.0]], ["a"], [0, 1], metric="amax"))["data"][0]
     assert trace["zmin"] < 5 < trace["zmax"]
+
+
+@pytest.mark.parametrize("value", [5e-324, 1e-308, 1.7e308])
+def test_log_scale_reaches_the_ends_of_the_floats(value: float) -> None:
+    trace = payload(heatmap_figure([[value]], ["a"], [0], metric="amax", scale="log"))["data"][0]
+    assert -308 <= trace["zmin"] < trace["zmax"] <= 308
 
 
 def test_log_scale_colours_by_log10_and_keeps_the_exact_values() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, quote
 
 import httpx2
 import pytest
@@ -129,6 +130,36 @@ def test_b62_filter_finds_any_layer_name(server_url: str, reporter: Any, layer: 
     assert ("value", layer) in page.attributes
 
 
+def test_b62_a_slash_and_its_escape_are_two_layers(server_url: str, reporter: Any) -> None:
+    reporter.layers = ["a/b", "a%2Fb", "a%252Fb"]
+    reporter.post(0, distortion={"a%2Fb": 0.25})
+    values = []
+    for layer in reporter.layers:
+        address = f"{server_url}/runs/{reporter.run}/figures/heatmap?scale=linear&q={quote(layer, safe='')}"
+        trace = strict(httpx2.get(address))["data"][0]
+        assert trace["y"] == [layer]
+        values.append(trace["z"][0][0])
+        page = Text(httpx2.get(f"{server_url}/runs/{reporter.run}?q={quote(layer, safe='')}").text)
+        shown = [value for name, value in page.attributes if name == "data-layer"]
+        assert shown == [layer]
+    assert values == pytest.approx([4e-4, 0.25, 4e-4], rel=1e-6)
+
+
+def test_b62_alert_links_hold_no_layer_name(server_url: str, reporter: Any) -> None:
+    reporter.layers = STRANGE
+    for step in range(3):
+        reporter.post(step, distortion=dict.fromkeys(STRANGE, 0.25))
+    page = Text(httpx2.get(f"{server_url}/runs/{reporter.run}").text)
+    links = [
+        value or "" for name, value in page.attributes if name == "href" and (value or "").startswith("?")
+    ]
+    assert links
+    for link in links:
+        opened = httpx2.get(f"{server_url}/runs/{reporter.run}{link}")
+        assert opened.status_code == 200
+        assert set(parse_qs(link[1:])) <= {"from", "metric", "slot"}
+
+
 @pytest.mark.parametrize("scale", ["linear", "log"])
 def test_heatmap_figure_holds_the_api_s_values(server_url: str, reporter: Any, scale: str) -> None:
     for step in range(4):
@@ -153,6 +184,32 @@ def test_b80_non_finite_elements_reach_the_figure_as_strict_json(server_url: str
     )
     marked = next(trace for trace in figure["data"] if trace["name"] == "NaN")
     assert (marked["x"], marked["y"]) == ([0], [LAYERS[0]])
+
+
+@pytest.mark.parametrize("scale", ["linear", "log"])
+def test_b80_figures_tell_nan_inf_and_missing_apart_in_strict_json(
+    server_url: str, reporter: Any, scale: str
+) -> None:
+    words = ["NaN", "Infinity", "-Infinity", None, 2.0]
+    reporter.layers = [f"l{n}" for n in range(len(words))]
+    sick = reporter.sample(0, {})
+    for place, slot in enumerate(sick["slots"]):
+        sick["columns"]["amax"][place] = words[int(slot["layer"][1:])]
+    reporter.post(0, columns=sick["columns"], run={"loss": "-Infinity", "gradient_norm": "NaN"})
+    address = f"{server_url}/runs/{reporter.run}/figures"
+    answer = httpx2.get(f"{address}/heatmap", params={"metric": "amax", "scale": scale})
+    figure = strict(answer)
+    # Typed arrays would carry their non-finite numbers past every check, in base64.
+    assert "bdata" not in answer.text
+    shown = figure["data"][0]["z" if scale == "linear" else "customdata"]
+    assert shown == [[None], [None], [None], [None], [2.0]]
+    assert [row[0] is None for row in figure["data"][0]["z"]] == [True] * 4 + [False]
+    marks = {trace["name"]: trace["y"] for trace in figure["data"][1:]}
+    assert (marks["NaN"], marks["Inf"]) == (["l0"], ["l1", "l2"])
+    for name in ("loss", "timeline"):
+        answer = httpx2.get(f"{address}/{name}")
+        strict(answer)
+        assert "bdata" not in answer.text
 
 
 def test_pauses_in_sampling_are_gaps(server_url: str, reporter: Any) -> None:

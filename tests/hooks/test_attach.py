@@ -128,10 +128,41 @@ def test_a_model_that_is_dropped_takes_the_guard_with_it() -> None:
     del model
     gc.collect()
     assert session() is None
-    stranger = nn.Linear(2, 2)
-    stranger(torch.ones(1, 2)).sum().backward()
-    torch.optim.SGD(stranger.parameters(), 0.1).step()
+    attach(nn.Linear(2, 2)).detach()
     assert len(torch_optimizer._global_optimizer_post_hooks) == handlers - 1
+
+
+def test_a_guard_that_was_dropped_without_detach_leaves_the_optimizers_alone(
+    watch: Watch, read: Read, train: Train
+) -> None:
+    """A notebook's cell that is run again; torch iterates over its global hooks while it calls them."""
+    for _ in range(2):
+        model = Two()
+        attach(model)
+        train(model, torch.optim.SGD(model.parameters(), 0.1))
+    model = Two()
+    guard = watch(model)
+    gc.collect()
+    train(model, torch.optim.SGD(model.parameters(), 0.1), 2)
+    assert read(guard).sample.step == 1
+
+
+def test_an_observer_of_the_users_own_is_paused_and_comes_back(
+    watch: Watch, read: Read, train: Train, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Mine:
+        wants = False
+
+    mine, later = Mine(), Mine()
+    model = nn.Sequential(Fp8Linear(8, 8), Fp8Linear(8, 8), Fp8Linear(8, 8))
+    model[0].observer = model[1].observer = mine
+    guard = watch(model)
+    assert sum("observer of its own" in r.message for r in caplog.records) == 1
+    train(model, torch.optim.SGD(model.parameters(), 0.1))
+    assert read(guard)["0 x row"].count == 4 * 8
+    model[2].observer = later
+    guard.detach()
+    assert [layer.observer for layer in model] == [mine, mine, later]
 
 
 def test_a_guard_that_nobody_keeps_goes_on_with_its_model(endpoint: Any, train: Train) -> None:
@@ -192,6 +223,10 @@ class TestOptions:
             ({"run": "a b"}, "run is 'a b'.*letter or digit"),
             ({"server": "localhost:1"}, "server is 'localhost:1'.*http://"),
             ({"overhead_budget": 2.0}, "overhead_budget is 2.0.*fraction"),
+            ({"group": 0}, "group is 0.*text"),
+            ({"group": ""}, "group is ''"),
+            ({"attempt": ""}, "attempt is ''"),
+            ({"attempt": 1}, "attempt is 1.*text"),
         ],
     )
     def test_mistakes_are_refused_in_words(self, options: Any, said: str) -> None:
@@ -275,6 +310,60 @@ def test_state_survives_a_restart(watch: Watch, read: Read, train: Train) -> Non
     assert got.sample.step == 4
     assert (got.sample.attempt.parent, got.sample.attempt.from_step) == ("0", 4)
     assert "wgrad" in got.parts("1")
+
+
+@pytest.mark.parametrize(
+    ("numbers", "wanted"),
+    [
+        ((None, None), 5),  # as the state says
+        ((5, 6), 5),
+        ((7, 8), 7),  # the trainer's checkpoint is newer than the state that it carries
+        ((3, 4), 3),  # the trainer goes back further than the state
+    ],
+)
+def test_from_step_is_the_first_step_of_the_attempt_itself_sampled_or_not(
+    watch: Watch, endpoint: Any, train: Train, numbers: tuple[Any, ...], wanted: int
+) -> None:
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    guard = watch(model, run="r", attempt="0")
+    train(model, optimizer, 5)
+    state = guard.state_dict()
+    guard.detach()
+    resumed = watch(model, run="r", attempt="1", every=2, server=endpoint.url)
+    resumed.load_state_dict(state)
+    for n in numbers:
+        train(model, optimizer)
+        resumed.step(n)
+    assert resumed.flush(10)
+    assert [s["attempt"] for s in endpoint.samples] == [{"id": "1", "parent": "0", "from_step": wanted}]
+
+
+def test_a_step_that_the_trainer_names_before_its_first_forward_is_the_parents(
+    watch: Watch, read: Read, train: Train
+) -> None:
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    resumed = watch(model, run="r", attempt="1")
+    resumed.load_state_dict({"step": 5, "plan": {"version": 0, "entries": []}, "attempt": "0"})
+    resumed.step(8)
+    train(model, optimizer)
+    resumed.step(9)
+    assert (read(resumed).sample.step, read(resumed).sample.attempt.from_step) == (9, 9)
+
+
+def test_an_attempt_that_goes_on_keeps_its_parent(watch: Watch, read: Read, train: Train) -> None:
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    state: dict[str, Any] = {"step": 5, "plan": {"version": 0, "entries": []}, "attempt": "0"}
+    for step in (5, 6):
+        guard = watch(model, run="r", attempt="1")
+        guard.load_state_dict(state)
+        train(model, optimizer)
+        got = read(guard).sample
+        assert (got.step, got.attempt.parent, got.attempt.from_step) == (step, "0", 5)
+        state = guard.state_dict()
+        guard.detach()
 
 
 def test_a_state_of_something_else_is_refused(watch: Watch) -> None:

@@ -182,3 +182,79 @@ def test_a_reply_that_is_no_plan_is_logged_and_changes_nothing(
     guard = controlled(model, {0: {"version": 1}, 1: plan(2, {"layer": ""})})
     assert {p.fprop for p in run_steps(guard, model, 4)} == {"fp8"}
     assert sum("a reply of the server" in r.message for r in caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        entry("0", "scale_multiplier", None, target={"operand": "x", "layout": "row"}),
+        entry("0", "scale_multiplier", "abc", target={"operand": "x", "layout": "row"}),
+        entry("0", not_before_step=None),
+        entry("0", not_before_step="5"),
+        entry("0", expires_step="x"),
+        entry(["0"]),
+        "nonsense",
+    ],
+)
+def test_an_entry_that_is_none_neither_stops_training_nor_takes_the_others_with_it(
+    controlled: Any, caplog: pytest.LogCaptureFixture, bad: Any
+) -> None:
+    model = nn.Sequential(Fp8Linear(8, 8), Fp8Linear(8, 8))
+    good = entry("1", target={"gemm": "wgrad"})
+    guard = controlled(model, {0: plan(1, bad, good), 1: plan(2, bad, good)})
+    assert run_steps(guard, model, 4)[-1] == LinearPrecision()
+    assert model[1].precision == LinearPrecision(wgrad="bf16")
+    assert sum("is not applied" in r.message for r in caplog.records) == 1
+
+
+def test_an_entry_that_fails_while_it_is_applied_does_not_stop_training(
+    controlled: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fp8_safeguard.hooks import controls
+
+    def failing(precision: LinearPrecision, change: Any) -> LinearPrecision:
+        if change.layer == "0":
+            raise TypeError("a value of a kind that nobody thought of")
+        return with_entry(precision, change)
+
+    with_entry = controls._with_entry
+    monkeypatch.setattr(controls, "_with_entry", failing)
+    model = nn.Sequential(Fp8Linear(8, 8), Fp8Linear(8, 8))
+    guard = controlled(model, {0: plan(1, entry("0"), entry("1")), 2: plan(2, entry("0"), entry("1"))})
+    run_steps(guard, model, 5)
+    assert [m.precision.fprop for m in model] == ["fp8", "bf16"]
+    assert sum("nobody thought of" in r.message for r in caplog.records) == 1
+
+
+def test_a_fault_between_two_steps_does_not_reach_the_trainer(
+    controlled: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(step: int) -> None:
+        raise TypeError("a broken boundary")
+
+    model = Fp8Linear(8, 8)
+    guard = controlled(model, {})
+    monkeypatch.setattr(guard._session.controls, "at_boundary", failing)
+    run_steps(guard, model, 2)
+    assert guard.last_sample()["step"] == 1
+    assert sum("a broken boundary" in r.message for r in caplog.records) == 1
+
+
+@pytest.mark.parametrize("mode", ["observe", "enforce"])
+def test_detach_leaves_a_precision_that_the_user_has_set_since(controlled: Any, mode: str) -> None:
+    mine = LinearPrecision(wgrad="bf16", x=OperandFormat(fmt="e5m2"))
+    model = nn.Sequential(Fp8Linear(8, 8), Fp8Linear(8, 8), Fp8Linear(8, 8))
+    guard = controlled(model, {0: plan(1, entry("1"), entry("2"))}, mode=mode)
+    run_steps(guard, model, 3)
+    model[0].precision = model[1].precision = mine
+    guard.detach()
+    assert [m.precision for m in model] == [mine, mine, LinearPrecision()]
+
+
+def test_a_plan_is_applied_on_top_of_what_the_user_has_set_since(controlled: Any) -> None:
+    model = Fp8Linear(8, 8)
+    guard = controlled(model, {1: plan(1, entry("")), 3: plan(2)})
+    model.precision = LinearPrecision(wgrad="bf16")
+    seen = run_steps(guard, model, 6)
+    assert [p.fprop for p in seen] == ["fp8"] * 3 + ["bf16"] * 2 + ["fp8"]
+    assert {p.wgrad for p in seen} == {"bf16"}

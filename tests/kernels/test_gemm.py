@@ -56,6 +56,19 @@ def test_equal_signs_and_equal_values_do_not_drift() -> None:
     assert_close(fp8_gemm_nt(qa, qb), qa.dequantize(torch.float64), qb.dequantize(torch.float64))
 
 
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+def test_subnormal_operands_lose_nothing(fmt: str, generator: torch.Generator) -> None:
+    """code x scale would be a float32 subnormal; the result is an ordinary number."""
+    a, b = operands(5, 7, 127, generator)
+    qa, qb = quantize(a * 1e-42, fmt=fmt), quantize(b * 1e10, fmt=fmt)
+    assert qa.scale.max() < 2.0**-126
+    a64, b64 = qa.dequantize(torch.float64), qb.dequantize(torch.float64)
+    assert_close(fp8_gemm_nt(qa, qb), a64, b64)
+    offsets = torch.tensor([0, 5], dtype=torch.int32)
+    qb3 = quantize((b * 1e10)[None], fmt=fmt)
+    assert_close(grouped_gemm_nt(qa, qb3, offsets), a64, b64)
+
+
 @pytest.mark.parametrize("precision", ["medium", "high"])
 def test_the_users_matmul_precision_neither_counts_nor_changes(
     precision: str, generator: torch.Generator

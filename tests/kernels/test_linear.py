@@ -157,6 +157,158 @@ def test_b20_no_rows(tensors: Any) -> None:
     assert torch.equal(w_leaf.grad, torch.zeros_like(w))
 
 
+def in_format(fmt: str) -> LinearPrecision:
+    """Every operand in one format."""
+    operand = OperandFormat(fmt=fmt)
+    return LinearPrecision(x=operand, w=operand, dy=operand)
+
+
+def three_results(
+    x: Tensor, w: Tensor, dy: Tensor, precision: LinearPrecision | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y, dx and dw of one forward and backward."""
+    x_leaf, w_leaf = x.detach().requires_grad_(), w.detach().requires_grad_()
+    y = fp8_linear(x_leaf, w_leaf, precision=precision or LinearPrecision())
+    y.backward(dy)
+    assert x_leaf.grad is not None
+    assert w_leaf.grad is not None
+    return y.detach(), x_leaf.grad, w_leaf.grad
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("zero", ["x", "w", "dy", "blocks"])
+def test_b26_zero_operands_and_blocks_give_exact_zeros_and_nothing_else(
+    zero: str, fmt: str, dtype: torch.dtype, tensors: Any
+) -> None:
+    """The matrix B of LoRA is all zero at first; a row, a row block, a column and a tile may be at any time."""
+    operands = dict(zip(("x", "w", "dy"), tensors, strict=True))
+    for name, tensor in operands.items():
+        if zero == name:
+            tensor.zero_()
+        elif zero == "blocks":
+            tensor[5] = tensor[0, 128:] = tensor[:, 7] = tensor[:128, :128] = 0
+    x, w, dy = operands["x"].to(dtype), operands["w"], operands["dy"].to(dtype)
+    precision = in_format(fmt)
+    results = three_results(x, w, dy, precision)
+    sizes = (
+        x.double().abs() @ w.double().abs().t(),
+        dy.double().abs() @ w.double().abs(),
+        dy.double().abs().t() @ x.double().abs(),
+    )
+    for got, want, size in zip(results, expected(x, w, dy, precision), sizes, strict=True):
+        assert torch.isfinite(got).all()
+        assert (got[size == 0] == 0).all()
+        assert_near(got, want, size, got.dtype)
+    assert any(bool((size == 0).any()) for size in sizes)
+
+
+def test_b26_an_expert_of_zeros_takes_nothing_from_the_others(generator: torch.Generator) -> None:
+    offsets = torch.tensor([0, 40, 90, 150], dtype=torch.int32)
+    x = torch.randn(150, 200, generator=generator)
+    w, dy = torch.randn(3, 130, 200, generator=generator), torch.randn(150, 130, generator=generator)
+    w[1], x[90:], dy[:40] = 0, 0, 0
+    x_leaf, w_leaf = x.clone().requires_grad_(), w.clone().requires_grad_()
+    y = fp8_grouped_linear(x_leaf, w_leaf, offsets)
+    y.backward(dy)
+    for got in (y, x_leaf.grad, w_leaf.grad):
+        assert torch.isfinite(got).all()
+    zeros = (y[40:], x_leaf.grad[:90], w_leaf.grad[0], w_leaf.grad[2])
+    assert all(bool((part == 0).all()) for part in zeros)
+    healthy = (y[:40], x_leaf.grad[90:], w_leaf.grad[1])
+    exact = (x[:40].double() @ w[0].double().t(), dy[90:].double() @ w[2].double())
+    exact = (*exact, dy[40:90].double().t() @ x[40:90].double())
+    for got, want in zip(healthy, exact, strict=True):
+        assert (got - want).norm() < 0.06 * want.norm()
+
+
+def test_b26_lora_that_starts_at_zero_learns(generator: torch.Generator) -> None:
+    down, up = Fp8Linear(200, 16), Fp8Linear(16, 130)
+    torch.nn.init.zeros_(up.weight)
+    x = torch.randn(40, 200, generator=generator)
+    y = up(down(x))
+    (y - torch.randn(40, 130, generator=generator)).square().mean().backward()
+    assert (y == 0).all()
+    assert (down.weight.grad == 0).all()
+    assert torch.isfinite(up.weight.grad).all()
+    assert (up.weight.grad.abs().amax(dim=1) > 0).all()
+
+
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("gemm", ["dgrad", "wgrad"])
+def test_b28_gradients_near_1e_9_keep_the_format_s_precision(gemm: str, fmt: str) -> None:
+    """Through an identity, each gradient element is its own quantised value."""
+    dy = (torch.arange(1, 9, dtype=torch.float64) / 8 * 1e-9).float()
+    if gemm == "dgrad":
+        got = three_results(torch.zeros(1, 8), torch.eye(8), dy[None], in_format(fmt))[1][0]
+    else:
+        got = three_results(torch.eye(8), torch.zeros(1, 8), dy[:, None], in_format(fmt))[2][0]
+    step = {"e4m3": 2.0**-4, "e5m2": 2.0**-3}[fmt]
+    # 1e-6: an identity's own 1.0 comes back through a rounded scale.
+    assert ((got.double() - dy.double()).abs() <= (step + 1e-6) * dy.double()).all()
+    assert (got > 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_b33_strided_operands_give_the_bits_of_their_copies(
+    dtype: torch.dtype, generator: torch.Generator
+) -> None:
+    base = torch.randn(400, 400, generator=generator).to(dtype)
+    views = [
+        (base.t()[:150, :200], base[:260:2, ::2], base[1:301:2, 3:263:2]),
+        (base[:150, 100:300], base.t()[7:137, :200], base.t()[:150, :130]),
+        (base[4, :200].expand(150, 200), base[:130, :1].expand(130, 200), base[:150, 9:10].expand(150, 130)),
+    ]
+    for x, w, dy in views:
+        assert not any(tensor.is_contiguous() for tensor in (x, w, dy))
+        copies = [tensor.clone(memory_format=torch.contiguous_format) for tensor in (x, w, dy)]
+        got, wanted = three_results(x, w, dy), three_results(*copies)
+        assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+
+
+def test_b33_strided_experts_give_the_bits_of_their_copies(generator: torch.Generator) -> None:
+    offsets = torch.tensor([0, 30, 100], dtype=torch.int32)
+    x = torch.randn(200, 100, generator=generator).t()
+    w = torch.randn(2, 200, 130, generator=generator).mT
+    dy = torch.randn(200, 260, generator=generator)[::2, ::2]
+    results = []
+    for copied in (False, True):
+        operands = [t.clone(memory_format=torch.contiguous_format) if copied else t for t in (x, w, dy)]
+        x_leaf, w_leaf = operands[0].detach().requires_grad_(), operands[1].detach().requires_grad_()
+        y = fp8_grouped_linear(x_leaf, w_leaf, offsets)
+        y.backward(operands[2])
+        results.append((y, x_leaf.grad, w_leaf.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+SUBNORMALS = {
+    "e4m3": ([448.0, 2.0**-9, 2.0**-10, 2.0**-10 * 1.01, 3 * 2.0**-10, 2.0**-6], [1, 0, 1, 2, 8], 2.0**-9),
+    "e5m2": ([57344.0, 2.0**-16, 2.0**-17, 2.0**-17 * 1.01, 3 * 2.0**-17], [1, 0, 1, 2], 2.0**-16),
+}
+
+
+@pytest.mark.parametrize("fmt", SUBNORMALS)
+@pytest.mark.parametrize("place", ["x", "w", "dy row", "dy col", "x col"])
+def test_b44_subnormals_reach_every_gemm(place: str, fmt: str) -> None:
+    """Against an identity at the maximum, whose scale is 1: each product is one quantised value."""
+    points, codes, quantum = SUBNORMALS[fmt]
+    line = torch.tensor([points], dtype=torch.float32)
+    one = torch.eye(len(points)) * points[0]
+    if place == "x":
+        got = three_results(line, one, torch.zeros(1, len(points)), in_format(fmt))[0]
+    elif place == "w":
+        got = three_results(one, line, torch.zeros(len(points), 1), in_format(fmt))[0]
+    elif place == "dy row":
+        got = three_results(torch.zeros(1, len(points)), one, line, in_format(fmt))[1]
+    elif place == "dy col":
+        # Columns hold one value each, so the subnormals share a column: tokens are the blocked dimension.
+        got = three_results(one, torch.zeros(1, len(points)), line.t(), in_format(fmt))[2]
+    else:
+        got = three_results(line.t(), torch.zeros(len(points), 1), one, in_format(fmt))[2]
+    wanted = [code * quantum * points[0] for code in codes]
+    assert got.flatten().tolist()[1:] == wanted
+
+
 COUNTS = [0, 70, 1, 129]
 
 

@@ -1,12 +1,23 @@
 """QuantizedTensor: shapes, views, experts, transposes, and what users get wrong."""
 
+import copy
+import io
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 
-from fp8_safeguard.kernels import KernelError, OffsetsError, OperandError, UnknownOptionError, quantize
+from fp8_safeguard.kernels import (
+    KernelError,
+    OffsetsError,
+    OperandError,
+    UnknownOptionError,
+    compiled,
+    quantize,
+    reference,
+)
+from fp8_safeguard.kernels.codes import get_format
 
 LAYOUTS = ("row", "col", "tile")
 
@@ -39,6 +50,43 @@ def test_b45_scale_has_one_shape_and_dtype_on_every_path(
         assert (quantized.layout, quantized.fmt) == (layout, "e4m3")
 
 
+@pytest.mark.parametrize("scale", ["fp32", "pow2"])
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_b45_every_path_to_a_scale_gives_the_same_bits(
+    layout: str, fmt: str, scale: str, dtype: torch.dtype, generator: torch.Generator
+) -> None:
+    """Inline, with statistics, by expert, by each implementation, turned, copied, and after a checkpoint."""
+    x = torch.randn(200, 300, generator=generator).to(dtype)
+    options: dict[str, Any] = {"layout": layout, "fmt": fmt, "scale": scale}
+    inline = quantize(x, **options)
+    assert inline.scale.shape == {"row": (200, 3), "col": (2, 300), "tile": (2, 3)}[layout]
+    turned = {"row": "col", "col": "row", "tile": "tile"}[layout]
+    one_expert = torch.tensor([0, 200], dtype=torch.int32)
+    weight = torch.nn.Parameter(x.clone())
+    kept = io.BytesIO()
+    torch.save({"weight": weight, "scale": inline.scale}, kept)
+    kept.seek(0)
+    resumed = torch.load(kept)
+    rows = (x, [0, 200], layout, get_format(fmt), scale, 1.0)
+    scales = {
+        "with statistics": quantize(x, stats=True, **options)[0].scale,
+        "one expert": quantize(x, offsets=one_expert, **options).scale,
+        "one matrix": quantize(x[None], **options).scale[0],
+        "compiled": compiled.quantize_rows(*rows)[1],
+        "reference": reference.quantize_rows(*rows)[1],
+        "transposed": quantize(x.mT, **{**options, "layout": turned}).transpose().scale,
+        "parameter": quantize(weight, **options).scale,
+        "copy": copy.deepcopy(inline).scale,
+        "resumed": resumed["scale"],
+        "resumed weight": quantize(resumed["weight"], **options).scale,
+    }
+    for path, found in scales.items():
+        assert (found.dtype, found.shape) == (torch.float32, inline.scale.shape), path
+        assert torch.equal(found.view(torch.int32), inline.scale.view(torch.int32)), path
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shape", [(0, 16), (4, 0), (0,), (0, 3, 5), (2, 0, 5), (2, 3, 0)])
 def test_b20_empty_tensors(shape: Any, layout: str) -> None:
@@ -49,9 +97,10 @@ def test_b20_empty_tensors(shape: Any, layout: str) -> None:
     assert torch.isfinite(stats).all()
 
 
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_b33_non_contiguous_input_equals_its_copy(layout: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_b33_non_contiguous_input_equals_its_copy(layout: str, dtype: torch.dtype, fmt: str) -> None:
     x = torch.arange(128 * 256).reshape(128, 256).to(dtype)
     channels_last = x.reshape(2, 4, 64, 64).contiguous(memory_format=torch.channels_last)
     views = (
@@ -59,19 +108,41 @@ def test_b33_non_contiguous_input_equals_its_copy(layout: str, dtype: torch.dtyp
         x[:, ::2],
         x[::3],
         x[:, 1:129],
+        x[3:, 5:],
         x[5].expand(130, 256),
         x[:, :1].expand(128, 140),
         channels_last,
+        channels_last.transpose(0, 2),
+        x[:, 7],
     )
+    half_step = {"e4m3": 2.0**-4, "e5m2": 2.0**-3}[fmt]
     for view in views:
-        taken, copied = (
-            quantize(view, layout=layout),
-            quantize(view.clone(memory_format=torch.contiguous_format), layout=layout),
-        )
-        assert torch.equal(taken.dequantize(), copied.dequantize())
-        assert torch.equal(taken.scale, copied.scale)
-        error = (taken.dequantize() - view.float()).abs()
-        assert (error <= 0.0625 * view.float().abs() + 2.0**-10 * view.float().abs().max()).all()
+        copied = view.clone(memory_format=torch.contiguous_format)
+        got, stats = quantize(view, layout=layout, fmt=fmt, stats=True)
+        wanted, wanted_stats = quantize(copied, layout=layout, fmt=fmt, stats=True)
+        assert got.data.is_contiguous()
+        assert got.shape == view.shape
+        assert torch.equal(got.data.view(torch.uint8), wanted.data.view(torch.uint8))
+        assert torch.equal(got.scale, wanted.scale)
+        assert torch.equal(stats, wanted_stats)
+        # And in the right places: against the values themselves.
+        error = (got.dequantize() - view.float()).abs()
+        assert (error <= half_step * view.float().abs() + 2.0**-10 * view.float().abs().max()).all()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_b33_both_implementations_read_views_by_their_strides(
+    layout: str, implementation: Any, generator: torch.Generator
+) -> None:
+    x = torch.randn(256, 300, generator=generator)
+    for view in (x.t(), x[:, ::2], x[1::3, 1:129], x[3].expand(130, 300), x[:, :1].expand(256, 140)):
+        options = ([0, view.shape[0]], layout, get_format("e4m3"), "fp32", 1.0)
+        codes, scales = implementation.quantize_rows(view, *options)
+        wanted, wanted_scales = implementation.quantize_rows(view.contiguous(), *options)
+        assert torch.equal(codes.view(torch.uint8), wanted.view(torch.uint8))
+        assert torch.equal(scales, wanted_scales)
+        restored = implementation.round_trip_rows(view, *options)
+        assert torch.equal(restored, implementation.round_trip_rows(view.contiguous(), *options))
 
 
 @pytest.mark.parametrize("layout", ["col", "tile"])

@@ -1,5 +1,6 @@
 """tensor_stats against the float64 definition and against counts made by hand."""
 
+import math
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -157,15 +158,68 @@ def test_histogram_has_flushed_blocks_at_zero_db_and_lossless_ones_last(implemen
 
 
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
-def test_b26_all_zero_block_counts_zeros_without_underflow(fmt: str, generator: torch.Generator) -> None:
-    x = torch.randn(128, 256, generator=generator)
-    x[5] = 0
-    x[0, 128:256] = 0
-    for layout in LAYOUTS:
-        stats = named(tensor_stats(x, layout=layout, fmt=fmt))
-        assert stats.zeros == 256 + 128 + stats.underflow
-        assert stats.sum_sq is not None
-        assert np.isfinite(stats.sum_sq)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_b26_zero_blocks_add_zeros_and_no_underflow(
+    layout: str, fmt: str, generator: torch.Generator, implementation: Any, brute: Callable[..., Any]
+) -> None:
+    """Underflow is counted element by element in the codes of ml_dtypes; zero blocks have none."""
+    x = torch.randn(256, 256, generator=generator) * torch.exp(6 * torch.randn(256, 256, generator=generator))
+    holes = torch.zeros(256, 256, dtype=torch.bool)
+    holes[5] = holes[0, 128:] = holes[128:, 128:] = holes[128:, 7] = True
+    x = torch.where(holes, 0.0, x)
+    codes, _ = brute(x.numpy(), layout, fmt)
+    lost = int(((codes & 0x7F == 0) & (x.numpy() != 0)).sum())
+    stats = named(both(x, implementation, layout, fmt))
+    assert (stats.underflow, stats.zeros) == (lost, lost + int(holes.sum()))
+    assert lost > 0
+    assert (stats.nan, stats.inf, stats.count) == (0, 0, x.numel())
+    assert all(math.isfinite(stats.metric(name)) for name in ("cosine", "relative_error", "sqnr_db"))
+
+
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_b26_a_zero_block_alone_has_rate_zero_and_no_quality(
+    layout: str, fmt: str, implementation: Any
+) -> None:
+    stats = named(both(torch.zeros(128, 256), implementation, layout, fmt))
+    assert (stats.zero_ratio, stats.underflow_ratio, stats.rows_flushed) == (1.0, 0.0, 0)
+    assert (stats.amax, stats.sum_sq, stats.sum_sq_q, stats.sum_sq_err) == (0.0, 0.0, 0.0, 0.0)
+    assert (stats.cosine, stats.sqnr_db, stats.relative_error) == (None, None, None)
+    assert stats.histogram is not None
+    assert sum(stats.histogram) == 0
+
+
+@pytest.mark.parametrize("scale", ["fp32", "pow2"])
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_b28_a_block_of_small_gradients_does_not_underflow(
+    layout: str, fmt: str, scale: str, implementation: Any
+) -> None:
+    x = (torch.arange(1, 9, dtype=torch.float64) / 8 * 1e-9).float()
+    x = x[None] if layout == "row" else x[:, None]
+    stats = named(both(x, implementation, layout, fmt, scale))
+    assert (stats.count, stats.zeros, stats.underflow, stats.saturated) == (8, 0, 0, 0)
+    assert stats.amax == float(np.float32(1e-9))
+    assert stats.relative_error <= {"e4m3": 2.0**-4, "e5m2": 2.0**-3}[fmt]
+
+
+@pytest.mark.parametrize(
+    ("fmt", "values", "lost"),
+    [
+        ("e4m3", [448.0, 2.0**-9, 2.0**-10, 2.0**-10 * 1.01, 3 * 2.0**-10, 7 * 2.0**-9, 0.0], [2.0**-10]),
+        ("e5m2", [57344.0, 2.0**-16, 2.0**-17, 2.0**-17 * 1.01, 3 * 2.0**-17, 0.0, 0.0], [2.0**-17]),
+    ],
+)
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_b44_only_what_becomes_zero_is_underflow_and_subnormals_are_not(
+    fmt: str, values: Any, lost: Any, sign: float, implementation: Any
+) -> None:
+    line = torch.tensor(values, dtype=torch.float32) * sign
+    for layout, x in (("row", line[None]), ("col", line[:, None]), ("tile", line[None])):
+        stats = named(both(x, implementation, layout, fmt))
+        assert stats.underflow == len(lost)
+        assert stats.zeros == len(lost) + values.count(0.0)
+        assert stats.saturated == 0
 
 
 def test_b20_empty_tensors_have_zero_everywhere() -> None:
@@ -186,11 +240,25 @@ def test_b25_float8_input_is_measured_by_the_values_it_holds() -> None:
     assert (stats.count, stats.nan, stats.inf, stats.amax) == (4, 1, 2, 2.0**-16)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_b33_views_are_measured_like_their_copies(layout: str, generator: torch.Generator) -> None:
-    x = torch.randn(256, 300, generator=generator).bfloat16()
-    for view in (x.t(), x[:, ::2], x[::3, 1:129], x[3].expand(130, 300)):
+def test_b33_views_are_measured_like_their_copies(
+    layout: str, dtype: torch.dtype, generator: torch.Generator
+) -> None:
+    x = torch.randn(256, 300, generator=generator).to(dtype)
+    images = x[:, :256].reshape(16, 16, 16, 16).contiguous(memory_format=torch.channels_last)
+    views = (x.t(), x[:, ::2], x[::3, 1:129], x[3].expand(130, 300), x[:, :1].expand(256, 140))
+    for view in (*views, images, images.transpose(0, 3), x[:, 5]):
         assert_equal_stats(tensor_stats(view, layout=layout), defined(view.contiguous(), layout))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_b33_both_implementations_measure_views(
+    layout: str, generator: torch.Generator, implementation: Any
+) -> None:
+    x = torch.randn(256, 300, generator=generator)
+    for view in (x.t(), x[:, ::2], x[::3, 1:129], x[3].expand(130, 300)):
+        assert_equal_stats(both(view, implementation, layout), defined(view.contiguous(), layout))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

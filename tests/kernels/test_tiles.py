@@ -107,6 +107,27 @@ def test_tiny_gradients_keep_their_precision(magnitude: float, generator: torch.
     ).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("operand", FORMATS)
+def test_b45_a_weight_kept_for_the_backward_has_the_scales_and_codes_of_quantize(
+    operand: OperandFormat, dtype: torch.dtype, generator: torch.Generator
+) -> None:
+    w = wide(300, 200, generator).to(dtype)
+    w[5] = w[128:256, 128:] = 0
+    kept = tiles.weight(w[None], operand)
+    options = {"fmt": operand.fmt, "scale": operand.scale, "multiplier": operand.multiplier}
+    quantized = quantize(w, layout="tile", **options)
+    assert quantized.scale.shape == (3, 2)
+    for found, scale, size in (
+        (kept.scale_EkN, quantized.scale.t(), 300),
+        (kept.scale_EnK, quantized.scale, 200),
+    ):
+        assert found.dtype == torch.float32
+        assert torch.equal(found[0, :, :size], scale.repeat_interleave(128, dim=1)[:, :size])
+    codes = kept.codes_ENK[0, :300, :200].contiguous().view(torch.bfloat16)
+    assert torch.equal(codes.float(), quantized.data.float())
+
+
 @pytest.mark.parametrize("layout", ["row", "col", "tile"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_round_trip_is_quantize_and_dequantize(layout: str, dtype: torch.dtype, log_gaussian: Tensor) -> None:
