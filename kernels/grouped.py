@@ -45,7 +45,8 @@ def grouped_gemm_wgrad(
     require_operand("x", x, 2, ("col",))
     require_same("M", "dy", dy.shape[0], "x", x.shape[0])
     bounds = expert_bounds(offsets, x.shape[0], offsets.numel() - 1)
-    return grouped_mm_wgrad(*dequantized(dy, x), bounds).to(out_dtype)
+    dy_MN, x_MK = dequantized(dy, x)
+    return grouped_mm_wgrad(dy_MN, x_MK, bounds).to(out_dtype)
 
 
 def expert_bounds(offsets: Tensor, rows: int, experts: int) -> list[int]:

@@ -1,8 +1,9 @@
 """Columns of a sample: arrays over slots, and their wire form.
 
 A column is a list (JSON; null, numbers, and for measured values the three non-finite words) or raw little-endian bytes
-(msgpack): {"dtype": "int64" | "float64", "data": bytes, "nulls": [slot positions]}. In raw bytes a NaN is a measured NaN;
-a null is named in `nulls`, and whatever number stands there is ignored.
+(msgpack): {"dtype": "int64" | "float64", "data": bytes, "nulls": [slot positions]}. A null is named in `nulls`, and
+whatever number stands there is ignored. A NaN in raw bytes is a measured NaN in a sum or amax; no count can be NaN, so in a
+count, or throughout a histogram, it means null too, except in `count`, which every slot has.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -279,6 +280,9 @@ def _checked_binary(
     name: str, values: NDArray[Any], null: NDArray[np.bool_], report: Report
 ) -> tuple[NDArray[Any], NDArray[np.bool_]] | None:
     whole = name in _INTEGERS
+    if whole and name != "count" and values.dtype.kind == "f":
+        missing = np.isnan(values)
+        null = null | (missing if missing.ndim == 1 else missing.all(axis=1))
     bad = _not_counts(values) if whole else (values < 0) & (values > -np.inf)
     absent = null if values.ndim == 1 else null[:, None]
     bad &= ~absent

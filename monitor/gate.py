@@ -109,6 +109,8 @@ class Gate:
 
     def restore(self, layer: str, target: Target, healthy: int, values: Mapping[str, float]) -> None:
         """Back to the configured precision."""
+        change = self.changes.get(spot(layer, target))
+        seen = "its emulated result and all" if change is not None and change.by_result else "all"
         candidate = Candidate(
             layer=layer,
             target=target,
@@ -116,7 +118,7 @@ class Gate:
             rule="probation",
             breaches=(),
             priority=4,
-            because=f"{layer} {target.gemm}: all that it reads was healthy in {healthy} samples",
+            because=f"{layer} {target.gemm}: {seen} that it reads was healthy in {healthy} samples",
         )
         if layer not in self.config.pins and not self._in_place(candidate):
             self._decide(
@@ -241,6 +243,8 @@ def change_of(decision: Decision, before: Change | None, step: int) -> Change:
         action=decision.action,
         restorable=bool(decision.evidence.get("restorable", False)),
         restores=restores + 1 if decision.action == "restore" else restores,
+        # People's decisions and those on non-finite values have no sign of health; the first carry no such evidence.
+        by_result=decision.rule != "non-finite" and decision.evidence.get("restorable") is False,
     )
 
 

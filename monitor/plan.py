@@ -4,12 +4,13 @@ A plan is desired state: it lists only deviations from the configured precision,
 changes nothing. A decision is one audited change of it.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from fp8_safeguard.monitor.numbers import encode_number
-from fp8_safeguard.monitor.slots import GEMMS, LAYOUTS, OPERANDS
+from fp8_safeguard.monitor.slots import GEMMS, LAYOUTS, OPERANDS, is_count
 
 ACTIONS = (
     "bf16_fallback",
@@ -83,6 +84,15 @@ class PlanEntry:
     def __post_init__(self) -> None:
         if self.action not in ACTIONS:
             raise PlanError(f"action {self.action!r} is not one of {', '.join(ACTIONS)}")
+        for name in ("layer", "decision_id"):
+            if not isinstance(getattr(self, name), str):
+                raise PlanError(f"{name} is text, not {getattr(self, name)!r}")
+        if not (self.value is None or isinstance(self.value, str) or is_finite_number(self.value)):
+            raise PlanError(f"value {self.value!r} is neither a finite number, a name nor null")
+        if not is_count(self.not_before_step):
+            raise PlanError(f"not_before_step is a step, 0 or above, not {self.not_before_step!r}")
+        if self.expires_step is not None and not is_count(self.expires_step):
+            raise PlanError(f"expires_step is a step, 0 or above, or null, not {self.expires_step!r}")
 
     @property
     def place(self) -> tuple[str, str, str]:
@@ -238,7 +248,21 @@ class Plan:
     def from_wire(cls, wire: Mapping[str, Any]) -> Self:
         """The inverse of to_wire. Raises PlanError."""
         _require(wire, "plan", ("version", "entries"))
+        if not is_count(wire["version"]):
+            raise PlanError(f"version is a whole number, 0 or above, not {wire['version']!r}")
+        if not isinstance(wire["entries"], (list, tuple)):
+            raise PlanError(f"entries is a list, not {wire['entries']!r}")
         return cls(wire["version"], tuple(PlanEntry.from_wire(entry) for entry in wire["entries"]))
+
+
+def is_finite_number(value: Any) -> bool:
+    """Whether a value is a number that an action can take; a bool is not, nor is an integer beyond float64."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def json_ready(value: Any) -> Any:

@@ -8,8 +8,8 @@ depends on the order of the slots. It runs once a step, in step order.
    the recomputed result, or weights and activations vanishing together, say that FP8 is at fault.
 3. A remedy becomes a decision (`gate`) if its spot was at rest for the dwell, its layer is not pinned, it is not already in
    the plan or proposed, and the fallback budget holds it. Where the budget does not, people get advice, once.
-4. A gemm in fallback is restored after the dwell, once what it reads has been healthy for some samples; each time the same
-   spot returns, the wait doubles.
+4. A gemm in fallback is restored after the dwell, once what it reads has been healthy for some samples (and its emulated
+   FP8 result, where only the result showed the fault); each time the same spot returns, the wait doubles.
 
 In `enforce` decisions change the plan; in `observe` and `advise` they are proposed, and `approve` changes it.
 """
@@ -262,10 +262,13 @@ def _restore(
     for entry, change in list(_own_fallbacks(gate)):
         gemm, key = entry.target.gemm or "", spot(entry.layer, entry.target)
         healthy = _healthy(entry.layer, gemm, compiled, breaches, origin)
+        if healthy and change.by_result and not _emulated(entry.layer, gemm, compiled):
+            healthy = None
         samples = gate.state.probation.get(key, 0)
         samples = samples if healthy is None else samples + 1 if healthy else 0
         wait = gate.config.dwell_steps * 2**change.restores
-        if change.restorable and samples >= gate.config.restore_samples and gate.step >= change.step + wait:
+        shown = change.restorable or change.by_result
+        if shown and samples >= gate.config.restore_samples and gate.step >= change.step + wait:
             gate.restore(entry.layer, entry.target, samples, _readings(entry.layer, gemm, compiled, measures))
         probation[key] = samples
     return {key: samples for key, samples in probation.items() if samples}
@@ -297,12 +300,23 @@ def _healthy(
     )
 
 
+def _emulated(layer: str, gemm: str, compiled: SlotList) -> bool:
+    """Whether the sample shows what a gemm's result would be in FP8."""
+    row = compiled.own_row.get(Slot(layer, gemm=gemm).key)
+    return row is not None and compiled.slots[compiled.own[row]].emulated
+
+
 def _readings(layer: str, gemm: str, compiled: SlotList, measures: Measures) -> dict[str, float]:
-    """Underflow of what a gemm reads, by slot label, for the record."""
+    """Underflow of what a gemm reads, and the error of its emulated result, by slot label, for the record."""
     wanted = {Slot(layer, operand=operand, layout=layout).key for operand, layout in GEMM_OPERANDS[gemm]}
     values = measures["underflow_ratio"]
-    return {
+    readings = {
         f"{slot.label} underflow_ratio": float(values[at])
         for at, slot in enumerate(compiled.slots)
         if slot.key in wanted
     }
+    if _emulated(layer, gemm, compiled):
+        result = Slot(layer, gemm=gemm)
+        at = compiled.own[compiled.own_row[result.key]]
+        readings[f"{result.label} relative_error"] = float(measures["relative_error"][at])
+    return readings

@@ -23,9 +23,6 @@ Severity = Literal["watch", "act"]
 HISTORY_METRICS = {"operand": ("amax", "kurtosis"), "gemm": ("relative_error", "relative_error")}
 """The two metrics kept in the history of an operand slot, and of a GEMM slot (which has one: its second stays empty)."""
 
-MIN_UNDERFLOW_COUNT = 8
-"""Fewer vanished elements than this are chance, whatever ratio they make in a small tensor."""
-
 EXPERT_MIN_COUNT = 4096
 """Elements below which one expert's ratios are too noisy: an expert may see a handful of tokens."""
 
@@ -187,8 +184,8 @@ def _breaches(
     beyond = np.greater if rule.above else np.less
     acts = beyond(value, act)
     breached = (acts | beyond(value, watch)) & (measures["count"][at] >= on.min_count)
-    if rule.metric == "underflow_ratio":
-        breached &= measures["underflow"][at] >= MIN_UNDERFLOW_COUNT
+    if rule.min_underflow:
+        breached &= measures["underflow"][at] >= rule.min_underflow
     found = np.flatnonzero(breached)
     if not found.size:
         return []

@@ -19,10 +19,12 @@ class Change:
     decision_id: str
     action: str
     restorable: bool = False
-    """Whether the operands showed the fault, so that their health says when it is over. A fault that only the GEMM's result
-    showed leaves no such sign once the GEMM runs in BF16, and a person restores it."""
+    """Whether the operands showed the fault, so that their health says when it is over."""
     restores: int = 0
     """How often the spot was restored before: each time the next restore waits twice as long."""
+    by_result: bool = False
+    """Whether only the GEMM's result showed the fault. Once the GEMM runs in BF16, the FP8 result that is emulated beside it
+    says when that is over; where none is, a person restores it."""
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,10 @@ TWO_OPERAND_FLOOR = 0.04
 """Just above what rounding both operands of a GEMM to E4M3 does to Gaussian data: sqrt(2) x 2.57 % = 3.6 %. An error below
 it is the format's own, however far it lies above the slot's median."""
 
+MIN_UNDERFLOW_COUNT = 8
+"""Fewer vanished elements than this are chance, whatever ratio they make in a small tensor. The preset seed has no such
+exception: it is one pair for every slot."""
+
 MEDIAN_CAP = 2.0
 """The own median relaxes an act level up to this factor: a slot that creeps up must not teach its own threshold."""
 
@@ -58,6 +62,8 @@ class Threshold:
     """Beyond this, one sample at the act level is enough; otherwise it takes two."""
     min_count: int = 0
     """Elements below which the metric is too noisy to judge."""
+    min_underflow: int = 0
+    """Vanished elements below which the metric is chance."""
     remedy: Remedy = "none"
     """fallback: of the gemms that read the slot. unjudged: the same where no recomputed GEMM can judge. scale: a
     neutral multiplier first, then as unjudged. pair: only together with its partner, x row with w tile. none: for people only."""
@@ -135,6 +141,7 @@ def _underflow() -> Sequence[Threshold]:
             layout=layout,
             watch=watch,
             act=act,
+            min_underflow=MIN_UNDERFLOW_COUNT,
             remedy="none" if act is None else "pair",
             origin=origin,
         )

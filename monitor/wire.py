@@ -17,7 +17,7 @@ from fp8_safeguard.monitor.columns import StatsTable, empty_column, read_column,
 from fp8_safeguard.monitor.document import Reader, WireError, escape
 from fp8_safeguard.monitor.metrics import ALL_COLUMNS
 from fp8_safeguard.monitor.numbers import decode_number, encode_number
-from fp8_safeguard.monitor.slots import Slot, SlotError, is_count, slots_id
+from fp8_safeguard.monitor.slots import Slot, SlotError, slots_id
 from fp8_safeguard.monitor.stats import TensorStats
 from fp8_safeguard.monitor.thresholds import PRESETS
 
@@ -74,6 +74,7 @@ class Attempt:
     id: str = "0"
     parent: str | None = None
     from_step: int = 0
+    """First step that the attempt produces itself; those below it are its parent's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +104,8 @@ class Sample:
     run: Mapping[str, float | None] = field(default_factory=dict)
     scalars: tuple[Mapping[str, Any], ...] = ()
     ranks: tuple[Mapping[str, Any], ...] = ()
+    left_out: frozenset[str] = frozenset()
+    """Of parent, from_step and groups, what the document did not say: the attempt's first sample said it for all."""
 
     @cached_property
     def table(self) -> StatsTable:
@@ -157,6 +160,7 @@ def parse_sample(body: Any, *, known_slots: Callable[[str], tuple[Slot, ...] | N
         "ranks": reader.records("ranks", _RANK),
     }
     reader.raise_faults()
+    fields["left_out"] = _left_out(body)
     return Sample(slots=slots or (), indices=indices, columns=columns, nulls=nulls, **fields)
 
 
@@ -177,9 +181,9 @@ def sample_to_wire(sample: Sample, *, binary: bool, by_id: bool = False) -> dict
     return {
         "schema": sample.schema,
         "batch_id": sample.batch_id,
-        "attempt": attempt,
+        "attempt": {name: value for name, value in attempt.items() if name not in sample.left_out},
         "group": sample.group,
-        "groups": sample.groups,
+        **({} if "groups" in sample.left_out else {"groups": sample.groups}),
         "step": sample.step,
         "mode": sample.mode,
         "thresholds": sample.thresholds,
@@ -203,7 +207,7 @@ def _check_schema(reader: Reader) -> None:
     schema = reader.body.get("schema")
     if schema is None:
         reader.fault("/schema", f"schema is required; this version writes {SCHEMA}")
-    elif not is_count(schema):
+    elif isinstance(schema, bool) or not isinstance(schema, int):
         reader.fault("/schema", f"schema is an integer, not {schema!r}")
     elif schema not in ACCEPTED_SCHEMAS:
         accepted = ", ".join(map(str, ACCEPTED_SCHEMAS))
@@ -226,6 +230,14 @@ def _read_attempt(reader: Reader) -> Attempt:
         parent = reader.checked_text("/attempt/parent", "attempt.parent", parent)
     from_step = reader.count_in(wire, "/attempt", "from_step", 0)
     return Attempt(identity or "0", parent, from_step or 0)
+
+
+def _left_out(body: Mapping[str, Any]) -> frozenset[str]:
+    wire = body["attempt"]
+    # A null parent says that there is none; a null number says nothing.
+    said = {"parent": "parent" in wire, "from_step": wire.get("from_step") is not None}
+    said["groups"] = body.get("groups") is not None
+    return frozenset(name for name, is_said in said.items() if not is_said)
 
 
 def _read_slots(

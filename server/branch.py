@@ -20,7 +20,7 @@ class Segment:
 
 
 def live_branch(conn: Connection, run_id: int) -> tuple[Segment, ...]:
-    """The newest attempt and its ancestors, newest first; each ancestor ends where its child began."""
+    """The newest attempt and its ancestors, newest first; each ancestor ends before its child's first own step."""
     found = conn.execute(
         select(attempts.c.id, attempts.c.name, attempts.c.parent, attempts.c.from_step)
         .where(attempts.c.run_id == run_id)
@@ -32,7 +32,8 @@ def live_branch(conn: Connection, run_id: int) -> tuple[Segment, ...]:
     upto: int | None = None
     while current is not None:
         branch.append(Segment(attempt_id=current.id, upto=upto))
-        upto = current.from_step if upto is None else min(upto, current.from_step)
+        shared = current.from_step - 1
+        upto = shared if upto is None else min(upto, shared)
         # An attempt descends from an older one only, so a cycle of names cannot loop here.
         parent = by_name.get(current.parent)
         current = parent if parent is not None and parent.id < current.id else None

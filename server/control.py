@@ -1,7 +1,6 @@
 """What people change: mode, decisions, pins and the kill switch."""
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -9,7 +8,8 @@ from typing import Any
 from sqlalchemy import Connection, Row, func, select
 
 from fp8_safeguard.monitor import policy
-from fp8_safeguard.monitor.plan import ACTIONS, Decision, PlanError, Target
+from fp8_safeguard.monitor.formats import ScaleError, check_multiplier
+from fp8_safeguard.monitor.plan import ACTIONS, Decision, PlanError, Target, is_finite_number
 from fp8_safeguard.monitor.policy import PolicyState
 from fp8_safeguard.monitor.thresholds import PRESETS
 from fp8_safeguard.monitor.wire import MODES
@@ -25,6 +25,10 @@ from fp8_safeguard.server.tables import attempts, decisions, pins, run_slot_list
 
 Answer = tuple[dict[str, Any], list[Event]]
 PERSON = "person"
+_NAMES = {"scale_rounding": ("fp32", "pow2"), "format": ("e4m3", "e5m2")}
+"""Actions whose value is one of these."""
+_ON_OPERANDS = ("scale_multiplier", "scale_rounding", "format", "amax_history", "margin")
+"""Actions on what a scale belongs to: an operand, or all of a layer."""
 
 
 def change_run(conn: Connection, run: str, changes: Mapping[str, Any], now: float) -> list[Event]:
@@ -159,7 +163,7 @@ def put_pin(conn: Connection, run: str, pin: Mapping[str, Any], actor: str, now:
     row = find_run(conn, run)
     layer, target = _pin_place(conn, row, pin)
     action, value = pin.get("action"), pin.get("value")
-    _check_action(action, value)
+    _check_action(action, value, target)
     events = _release(conn, row, layer, target, actor)
     body = {"layer": layer, "target": target.to_wire(), "action": action, "value": value, "actor": actor}
     decision_id = None
@@ -174,14 +178,49 @@ def put_pin(conn: Connection, run: str, pin: Mapping[str, Any], actor: str, now:
     return body, events
 
 
-def _check_action(action: Any, value: Any) -> None:
+def _check_action(action: Any, value: Any, target: Target) -> None:
     if action is not None and action not in ACTIONS:
         raise invalid(
             f"action {action!r} is not one of {', '.join(ACTIONS)}", [("/action", "unknown action")]
         )
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < math.inf
-    if value is not None and not number and not (isinstance(value, str) and value.isprintable()):
-        raise invalid(f"value {value!r} is neither a finite number nor a name", [("/value", "not a value")])
+    wrong = _wrong_target(action, target)
+    if wrong is not None:
+        raise invalid(wrong, [("/target", wrong)])
+    wrong = _wrong_value(action, value)
+    if wrong is not None:
+        raise invalid(wrong, [("/value", wrong)])
+
+
+def _wrong_target(action: str | None, target: Target) -> str | None:
+    """What is wrong with an action at that place, if anything."""
+    if action == "bf16_fallback" and target.operand is not None:
+        return f"bf16_fallback switches a gemm or a layer, not an operand ({target.key})"
+    if action in _ON_OPERANDS and target.gemm is not None:
+        return f"{action} changes an operand or a layer, not a gemm ({target.key})"
+    return None
+
+
+def _wrong_value(action: str | None, value: Any) -> str | None:
+    """What is wrong with an action's argument, if anything."""
+    if action is None or action == "bf16_fallback":
+        return (
+            None if value is None else f"{action or 'a pin without an action'} takes no value, not {value!r}"
+        )
+    if action in _NAMES:
+        allowed = _NAMES[action]
+        return None if value in allowed else f"{action} is one of {', '.join(allowed)}, not {value!r}"
+    if not is_finite_number(value):
+        return f"{action} needs a finite number, not {value!r}"
+    if action == "scale_multiplier":
+        try:
+            check_multiplier(value)
+        except ScaleError as error:
+            return str(error)
+    if action == "amax_history" and not (value >= 1 and value == int(value)):
+        return f"amax_history is a number of steps, a whole number from 1, not {value!r}"
+    if action == "gradient_smoothing" and not 0 <= value < 1:
+        return f"gradient_smoothing is a beta from 0 to below 1, not {value!r}"
+    return None
 
 
 def delete_pin(conn: Connection, run: str, pin: Mapping[str, Any], actor: str) -> list[Event]:

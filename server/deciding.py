@@ -148,7 +148,7 @@ def first_state(conn: Connection, run: Row[Any], attempt: Row[Any]) -> PolicySta
     made = conn.execute(select(func.count()).where(decisions.c.run_id == run.id)).scalar_one()
     if parent is None or parent.policy_state is None:
         return replace(PolicyState(), plan=audit.plan_from(run), decisions_made=made)
-    if parent.last_decided_step is None or parent.last_decided_step <= attempt.from_step:
+    if parent.last_decided_step is None or parent.last_decided_step < attempt.from_step:
         return load_state(run, parent)
     return replace(_replayed(conn, run, attempt), plan=audit.plan_from(run), decisions_made=made)
 
@@ -162,10 +162,11 @@ def _parent(conn: Connection, attempt: Row[Any]) -> Row[Any] | None:
 
 def _replayed(conn: Connection, run: Row[Any], attempt: Row[Any]) -> PolicyState:
     """Memory rebuilt from the steps before a rewind: the parent's own has seen steps that did not happen."""
+    shared = attempt.from_step - 1
     state = PolicyState()
     config = replace(config_of(conn, run), mode="observe")
-    rows = visible_rows(conn, run.id, [samples.c.attempt_id], to_step=attempt.from_step)
+    rows = visible_rows(conn, run.id, [samples.c.attempt_id], to_step=shared)
     owner = {row.step: row.attempt_id for row in rows}
     for step in sorted(owner)[-_REPLAYED_STEPS:]:
         state, _ = decide(state, observation_of(conn, run, owner[step], step), config)
-    return replace(state, proposals={}, changes={}, last_step=attempt.from_step)
+    return replace(state, proposals={}, changes={}, last_step=shared if shared >= 0 else None)

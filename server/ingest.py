@@ -175,14 +175,20 @@ def _ensure_attempt(conn: Connection, run: Row[Any], sample: Sample, now: float)
             )
         )
         return conn.execute(query).one()
-    before = (found.parent, found.from_step, found.groups)
-    now_said = (sample.attempt.parent, sample.attempt.from_step, sample.groups)
-    if before != now_said:
+    announced = {"parent": found.parent, "from_step": found.from_step, "groups": found.groups}
+    told = {
+        "parent": sample.attempt.parent,
+        "from_step": sample.attempt.from_step,
+        "groups": sample.groups,
+    }
+    told = {name: value for name, value in told.items() if name not in sample.left_out}
+    before = {name: announced[name] for name in told}
+    if before != told:
         raise Problem(
             409,
             "attempt-conflict",
-            f"attempt {sample.attempt.id!r} was announced with (parent, from_step, groups) = {before}, now with "
-            f"{now_said}; a resumed run needs a new attempt id",
+            f"attempt {sample.attempt.id!r} was announced with {before}, now with {told}; "
+            "a resumed run needs a new attempt id",
         )
     return found
 

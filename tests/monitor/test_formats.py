@@ -56,6 +56,17 @@ def test_b44_every_value_of_the_format_encodes_to_its_own_code(name: str) -> Non
     np.testing.assert_array_equal(encode(oracle_values(name)[finite], name), ALL_CODES[finite])
 
 
+def test_b44_the_report_s_own_values() -> None:
+    """The quantum of E4M3's subnormals is 2^-9, of E5M2's 2^-16; half a quantum is a tie and goes to zero."""
+    assert decode(np.array([1, 7, 8], np.uint8), "e4m3").tolist() == [2.0**-9, 0.013671875, 2.0**-6]
+    assert decode(np.array([1, 3, 4], np.uint8), "e5m2").tolist() == [2.0**-16, 3 * 2.0**-16, 2.0**-14]
+    points = np.array([2.0**-9, 2.0**-10, 1.01 * 2.0**-10, 3 * 2.0**-10, 2.0**-6])
+    assert encode(points, "e4m3").tolist() == [1, 0, 1, 2, 8]
+    assert encode(-points, "e4m3").tolist() == [0x81, 0x80, 0x81, 0x82, 0x88]
+    assert encode([2.0**-16, 2.0**-17, 1.01 * 2.0**-17, 3 * 2.0**-17], "e5m2").tolist() == [1, 0, 1, 2]
+    assert round_to_format(points, "e4m3").tolist() == [2.0**-9, 0.0, 2.0**-9, 2.0**-8, 2.0**-6]
+
+
 @pytest.mark.parametrize("name", ORACLE)
 def test_rounding_of_every_bfloat16_equals_a_search_for_the_nearest(name: str) -> None:
     values = all_bfloat16()

@@ -118,6 +118,37 @@ def test_plan_and_decision_survive_strict_json() -> None:
     assert Decision.from_wire(wire).to_wire() == wire
 
 
+@pytest.mark.parametrize(
+    ("field", "bad"),
+    [
+        ("layer", 3),
+        ("decision_id", None),
+        ("value", [1.0]),
+        ("value", True),
+        ("value", math.nan),
+        ("value", 10**400),
+        ("not_before_step", -1),
+        ("not_before_step", "11"),
+        ("not_before_step", 1.0),
+        ("not_before_step", None),
+        ("expires_step", -1),
+        ("expires_step", True),
+        ("expires_step", "12"),
+    ],
+)
+def test_entries_with_values_of_another_type_are_refused(field: str, bad: Any) -> None:
+    wire = decision().entry().to_wire()
+    assert PlanEntry.from_wire({**wire, "value": 0.5, "expires_step": 12}).expires_step == 12
+    with pytest.raises(PlanError, match=field):
+        PlanEntry.from_wire({**wire, field: bad})
+
+
+@pytest.mark.parametrize("bad", [{"version": "1"}, {"version": True}, {"entries": 3}, {"entries": "x"}])
+def test_plans_with_values_of_another_type_are_refused(bad: Any) -> None:
+    with pytest.raises(PlanError, match=next(iter(bad))):
+        Plan.from_wire({"version": 1, "entries": [], **bad})
+
+
 def test_unknown_actions_and_states_are_refused() -> None:
     with pytest.raises(PlanError, match=r"'panic'.*bf16_fallback"):
         decision(action="panic")

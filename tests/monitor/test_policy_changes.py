@@ -114,12 +114,69 @@ def test_what_a_fallback_reads_must_be_healthy_before_it_is_restored(
 def test_a_fault_that_only_the_result_showed_is_not_restored_by_itself(
     slots: Any, observation: Any, follow: Any
 ) -> None:
-    """A stale scale inside the gemm leaves its operands healthy, so their health says nothing about it."""
+    """A stale scale inside the gemm leaves its operands healthy, so their health says nothing about it. Nor does a result
+    that is not emulated: it is BF16's."""
     config = dataclasses.replace(ENFORCE, dwell_steps=10)
     state, _ = follow([observation(0, slots, {(LAYER, "fprop"): {"error": 7.0}})], config)
     state, more = follow((observation(step, slots) for step in range(1, 60)), config, state)
     assert more == []
     assert len(state.plan.entries) == 1
+
+
+def in_fallback(slots: Any, gemm: str = "fprop") -> tuple[Slot, ...]:
+    """The slots as a client lists them while that gemm of LAYER runs in BF16."""
+    return tuple(
+        dataclasses.replace(slot, emulated=True) if (slot.layer, slot.gemm) == (LAYER, gemm) else slot
+        for slot in slots
+    )
+
+
+def test_a_fault_that_only_the_result_showed_ends_with_the_emulated_results_health(
+    slots: Any, observation: Any, follow: Any, asked: Any
+) -> None:
+    config = dataclasses.replace(ENFORCE, dwell_steps=10)
+    ill = {(LAYER, "fprop"): {"error": 7.0}}
+    state, _ = follow([observation(0, slots, ill)], config)
+    marked = in_fallback(slots)
+    course = [observation(step, marked, ill if step < 20 else {}) for step in range(1, 40)]
+    state, made = follow(course, config, state)
+    # The dwell is over at step 10; the fifth healthy sample in a row is that of step 24.
+    assert (asked(made), [decision.step for decision in made]) == ([(LAYER, "fprop", "restore")], [24])
+    assert "its emulated result and all that it reads" in made[0].reason
+    assert made[0].evidence["values"][f"{LAYER} fprop relative_error"] == pytest.approx(0.039)
+    assert state.plan.entries == ()
+    state, _ = follow([observation(40, slots, ill)], config, state)
+    _, again = follow((observation(step, marked) for step in range(41, 80)), config, state)
+    assert [decision.step for decision in again] == [60]
+
+
+def test_samples_without_the_emulated_result_neither_help_nor_harm_its_restore(
+    slots: Any, observation: Any, follow: Any
+) -> None:
+    """Weight gradients are recomputed in turn, not in every sample."""
+    config = dataclasses.replace(ENFORCE, dwell_steps=10)
+    state, _ = follow([observation(0, slots, {(LAYER, "wgrad"): {"error": 0.95}})], config)
+    marked = in_fallback(slots, "wgrad")
+    bare = tuple(slot for slot in slots if (slot.layer, slot.gemm) != (LAYER, "wgrad"))
+    turns = (observation(step, bare if step % 10 else marked) for step in range(1, 100))
+    assert [decision.step for decision in follow(turns, config, state)[1]] == [50]
+
+
+def test_what_a_non_finite_origin_or_a_person_put_to_bf16_a_person_restores(
+    slots: Any, observation: Any, follow: Any
+) -> None:
+    config = dataclasses.replace(ENFORCE, dwell_steps=10)
+    ill = {(LAYER, "fprop"): {"nan": 3}}
+    fallen, decisions = follow((observation(step, slots, ill) for step in range(2)), config)
+    assert [decision.rule for decision in decisions] == ["non-finite"]
+    pinned = dataclasses.replace(decisions[0], rule="pin", evidence={}, actor="ada")
+    theirs = policy.approve(PolicyState(), pinned, 1)
+    for state in (fallen, theirs):
+        after, more = follow(
+            (observation(step, in_fallback(slots), {}) for step in range(2, 60)), config, state
+        )
+        assert more == []
+        assert len(after.plan.entries) == 1
 
 
 def test_observe_and_advise_propose_once_and_leave_the_plan_alone(

@@ -151,6 +151,31 @@ def test_b26_all_zero_block_gives_zeros_and_no_nan(layout: str, fmt: str) -> Non
     assert sum(got.histogram) == 1
 
 
+@pytest.mark.parametrize(
+    ("fmt", "values", "kept"),
+    [
+        ("e4m3", [448.0, 2.0**-9, 2.0**-10, 3 * 2.0**-10, 0.0], [448.0, 2.0**-9, 2.0**-8]),
+        ("e5m2", [57344.0, 2.0**-16, 2.0**-17, 3 * 2.0**-17, 0.0], [57344.0, 2.0**-16, 2.0**-15]),
+    ],
+)
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_b44_underflow_is_what_becomes_zero_and_not_what_is_subnormal(
+    fmt: str, values: list[float], kept: list[float], sign: float
+) -> None:
+    got = measure(sign * np.array([values], dtype=np.float32), layout="row", fmt=fmt)
+    assert (got.zeros, got.underflow) == (2, 1)
+    assert got.sum_sq_q == sum(value**2 for value in kept)
+
+
+@pytest.mark.parametrize("layout", ["row", "col", "tile"])
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+def test_b28_a_block_of_small_gradients_does_not_underflow(layout: str, fmt: str) -> None:
+    x = (np.arange(1, 9) / 8 * 1e-9).astype(np.float32).reshape((1, 8) if layout == "row" else (8, 1))
+    got = measure(x, layout=layout, fmt=fmt)
+    assert (got.underflow, got.zeros) == (0, 0)
+    assert got.relative_error <= {"e4m3": 2.0**-4, "e5m2": 2.0**-3}[fmt]
+
+
 def test_all_zero_tensor_has_no_quality() -> None:
     got = measure(np.zeros((4, 128)), layout="row")
     assert got.zero_ratio == 1.0

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from fp8_safeguard.monitor.policy import PolicyConfig
 from fp8_safeguard.monitor.slots import LAYOUTS, OPERANDS, Slot
 from fp8_safeguard.monitor.thresholds import FLOOR, SEED, UnknownPresetError, get_preset, thresholds_for
 
@@ -88,6 +89,16 @@ def test_seed_is_one_pair_for_every_slot() -> None:
         assert lines("seed", slot, "cosine") == {"watch": 0.995, "act": 0.995}
         assert lines("seed", slot, "gradient_distortion")["act"] == pytest.approx(0.005)
         assert lines("seed", slot, "sqnr_db") == {}
+
+
+def test_seed_makes_no_exception_for_few_vanished_elements(slots: Any, observation: Any, follow: Any) -> None:
+    few = {"count": 100, "underflow": 5, "zeros": 5, "rows": 1}
+    config = PolicyConfig(preset="seed")
+    seen = (observation(step, slots, {("blocks.0.o", "x row"): few}) for step in range(2))
+    state, _ = follow(seen, config)
+    assert {(alert.rule, alert.layer) for alert in state.alerts.values()} == {
+        ("seed-underflow", "blocks.0.o")
+    }
 
 
 def test_every_slot_meets_at_most_one_rule_of_each_name() -> None:

@@ -95,6 +95,7 @@ def assert_same(left: Any, right: Any) -> None:
 def test_the_contracts_example_parses(body: Any) -> None:
     sample = parse_sample(body)
     assert (sample.step, sample.mode, sample.plan_version, sample.effective_step) == (120, "enforce", 3, 118)
+    assert sample.left_out == frozenset()
     assert sample.slots[0] == Slot("blocks.3.mlp.down", operand="x", layout="row")
     assert sample.columns["count"].dtype == np.int64
     assert sample.columns["tile_sqnr_hist"].shape == (2, 16)
@@ -142,6 +143,9 @@ def test_only_required_fields_are_required(body: Any) -> None:
     assert (sample.mode, sample.groups, sample.plan_version, sample.attempt.id) == ("observe", 1, 0, "7")
     assert sample.nulls["rows"].all()
     assert wire.columns_for(sample, 0).histogram is None
+    assert sample.left_out == {"parent", "from_step", "groups"}
+    assert sample_to_wire(sample, binary=False)["attempt"] == {"id": "7"}
+    assert "groups" not in sample_to_wire(sample, binary=False)
     missing = faults({})
     assert set(missing) == {"/schema", "/attempt", "/group", "/step", "/slots"}
 
@@ -230,6 +234,8 @@ def test_b52_one_nan_rejects_nothing(body: Any) -> None:
         ("slots/0/index", -1),
         ("slots/0/layer", None),
         ("schema", "1"),
+        ("schema", True),
+        ("schema", 2.0),
         ("slots_id", "0" * 64),
     ],
 )
@@ -256,7 +262,7 @@ def test_a_slot_twice_names_both_places(body: Any) -> None:
     assert "/slots/0" in found["/slots/2"]
 
 
-@pytest.mark.parametrize("schema", [0, 2, 99])
+@pytest.mark.parametrize("schema", [0, 2, 99, -1, 2**63])
 def test_another_schema_is_a_fault_of_its_own_kind(body: Any, schema: Any) -> None:
     body["schema"], body["step"] = schema, "later schemas may differ in anything"
     with pytest.raises(WireError, match="accepted: 1") as caught:

@@ -46,7 +46,7 @@ def shown(client: TestClient) -> dict[int, float]:
 
 def test_b72_a_resumed_run_shows_the_new_attempt_from_its_checkpoint(client: TestClient, post: Any) -> None:
     post("0", range(0, 521, 5), 1.0)
-    post("1", range(505, 531, 5), 2.0, parent="0", from_step=500)
+    post("1", range(505, 531, 5), 2.0, parent="0", from_step=501)
     assert shown(client) == {step: 1.0 if step <= 500 else 2.0 for step in range(0, 531, 5)}
     detail = client.get(API).json()
     assert (detail["attempt"], detail["first_step"], detail["last_step"]) == ("1", 0, 530)
@@ -60,23 +60,23 @@ def test_b72_out_of_order_steps_are_stored_and_returned_sorted(client: TestClien
 
 def test_a_chain_of_rewinds_ends_each_ancestor_where_its_child_began(client: TestClient, post: Any) -> None:
     post("a", range(0, 10), 1.0)
-    post("b", range(8, 20), 2.0, parent="a", from_step=7)
+    post("b", range(8, 20), 2.0, parent="a", from_step=8)
     # c goes back behind the point where b left a.
-    post("c", range(5, 12), 3.0, parent="b", from_step=4)
+    post("c", range(5, 12), 3.0, parent="b", from_step=5)
     assert shown(client) == {step: 1.0 if step <= 4 else 3.0 for step in range(12)}
     items = client.get(f"{API}/attempts").json()["items"]
     assert [(item["id"], item["parent"], item["from_step"], item["live"]) for item in items] == [
         ("a", None, 0, True),
-        ("b", "a", 7, True),
-        ("c", "b", 4, True),
+        ("b", "a", 8, True),
+        ("c", "b", 5, True),
     ]
     assert [(item["first_step"], item["last_step"]) for item in items] == [(0, 9), (8, 19), (5, 11)]
 
 
 def test_two_branches_of_one_parent_are_never_mixed(client: TestClient, post: Any) -> None:
     post("0", range(0, 10), 1.0)
-    post("left", range(6, 10), 2.0, parent="0", from_step=5)
-    post("right", range(8, 10), 3.0, parent="0", from_step=7)
+    post("left", range(6, 10), 2.0, parent="0", from_step=6)
+    post("right", range(8, 10), 3.0, parent="0", from_step=8)
     assert shown(client) == {step: 1.0 if step <= 7 else 3.0 for step in range(10)}
     live = {item["id"]: item["live"] for item in client.get(f"{API}/attempts").json()["items"]}
     assert live == {"0": True, "left": False, "right": True}
@@ -96,8 +96,28 @@ def test_a_parent_that_is_none_does_not_loop(client: TestClient, post: Any, pare
     assert shown(client) == {5: 2.0, 6: 2.0}
 
 
+def test_from_step_is_the_first_step_of_the_new_attempt(client: TestClient, post: Any) -> None:
+    post("0", range(0, 16), 1.0)
+    post("1", range(10, 13), 2.0, parent="0", from_step=10)
+    assert shown(client) == {step: 1.0 if step < 10 else 2.0 for step in range(13)}
+
+
+def test_the_parents_step_from_step_is_gone_even_where_the_child_has_no_sample_of_it(
+    client: TestClient, post: Any
+) -> None:
+    post("0", range(0, 16), 1.0)
+    post("1", range(11, 13), 2.0, parent="0", from_step=10)
+    assert shown(client) == {**dict.fromkeys(range(10), 1.0), 11: 2.0, 12: 2.0}
+
+
+def test_a_child_from_step_0_shares_nothing(client: TestClient, post: Any) -> None:
+    post("0", range(0, 3), 1.0)
+    post("1", range(1, 3), 2.0, parent="0")
+    assert shown(client) == {1: 2.0, 2: 2.0}
+
+
 def test_a_step_that_both_attempts_have_is_the_newer_ones(client: TestClient, post: Any) -> None:
-    """Some trainers name the first step of the new attempt, some the last one of the old."""
+    """A client that names too late a step: what it sends itself still goes first."""
     post("0", range(0, 6), 1.0)
-    post("1", range(3, 6), 2.0, parent="0", from_step=3)
+    post("1", range(3, 6), 2.0, parent="0", from_step=4)
     assert shown(client) == {0: 1.0, 1: 1.0, 2: 1.0, 3: 2.0, 4: 2.0, 5: 2.0}

@@ -63,6 +63,27 @@ def test_b47_the_same_batch_from_two_servers_of_one_store_is_stored_once(
     assert sum(answer.json()["duplicates"] for answer in answers) == 7 * 150
 
 
+def test_b47_a_batch_with_one_new_slot_sent_by_all_at_once_adds_it_once(
+    settings: Settings, documents: Any
+) -> None:
+    """149 slots are stored and one is new; whoever comes first adds it, and nobody is refused."""
+    slots = [{"index": n, "layer": f"layer.{n}", "operand": "x", "layout": "row"} for n in range(150)]
+    with running_server(settings) as first, running_server(settings) as second:
+        old = httpx2.post(first + URL, json=documents.sample(7, slots[:149]), timeout=30)
+        assert old.json()["inserted"] == 149
+        sample = documents.sample(7, slots)
+        jobs = [
+            lambda url=url: httpx2.post(url + URL, json=sample, timeout=30) for url in [first, second] * 4
+        ]
+        answers = at_once(jobs)
+        params = {"metric": "count"}
+        heatmap = httpx2.get(f"{first}/api/v1/runs/demo/heatmap", params=params).json()
+    assert [answer.status_code for answer in answers] == [200] * 8
+    counted = [(answer.json()["inserted"], answer.json()["duplicates"]) for answer in answers]
+    assert sorted(counted) == [(0, 150)] * 7 + [(1, 149)]
+    assert heatmap["values"] == [[65536.0]] * 150
+
+
 WRITER = """
 import json, sys, time
 from fp8_safeguard.server.ingest import ingest

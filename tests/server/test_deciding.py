@@ -11,13 +11,13 @@ BAD = "blocks.0.mlp"
 
 @pytest.fixture
 def post(client: TestClient, documents: Any) -> Any:
-    """Posts a step of a run; `error` is the relative error of one layer's recomputed dgrad."""
+    """Posts a step of a run; `error` is the relative error of one layer's recomputed dgrad, or another gemm."""
 
-    def post(step: int, error: float = 0.025, **header: Any) -> dict[str, Any]:
+    def post(step: int, error: float = 0.025, gemm: str = "dgrad", **header: Any) -> dict[str, Any]:
         slots = documents.slots(8)
         values = [documents.values(slot) for slot in slots]
         for slot, row in zip(slots, values, strict=True):
-            if slot["layer"] == BAD and slot.get("gemm") == "dgrad":
+            if slot["layer"] == BAD and slot.get("gemm") == gemm:
                 row["sum_sq_err"] = row["sum_sq"] * error**2
         header = {"mode": "enforce", **header}
         answer = client.post(f"{API}/samples", json=documents.sample(step, slots, values, **header))
@@ -164,6 +164,7 @@ def test_a_pin_enters_the_plan_and_is_left_alone(client: TestClient, post: Any) 
         '{"layer": "blocks.0.mlp", "action": "scale_multiplier", "value": NaN}',
         '{"layer": "blocks.0.mlp", "action": "scale_multiplier", "value": 1e999}',
         '{"layer": "blocks.0.mlp", "action": "format", "value": "\\ud800"}',
+        '{"layer": "blocks.0.mlp", "action": "scale_multiplier", "value": true}',
         '{"layer": "blocks.0.mlp", "target": {"gemm": "none"}}',
         '{"layer": "blocks.0.mlp", "target": "all"}',
         '{"layer": "blocks.0.mlp", "by": "\\ud800"}',
@@ -176,6 +177,66 @@ def test_a_pin_that_cannot_be_one_is_422(client: TestClient, post: Any, body: st
     post(0)
     answer = client.put(f"{API}/pins", content=body, headers={"Content-Type": "application/json"})
     assert (answer.status_code, answer.json()["type"]) == (422, "validation")
+
+
+X_ROW = {"operand": "x", "layout": "row"}
+
+
+@pytest.mark.parametrize(
+    ("field", "target", "action", "value"),
+    [
+        ("/value", X_ROW, "scale_multiplier", None),
+        ("/value", X_ROW, "scale_multiplier", "abc"),
+        ("/value", X_ROW, "scale_multiplier", 3),
+        ("/value", X_ROW, "scale_multiplier", 0),
+        ("/value", X_ROW, "scale_multiplier", -0.5),
+        ("/value", X_ROW, "scale_multiplier", 10**400),
+        ("/target", {"gemm": "fprop"}, "scale_multiplier", 0.5),
+        ("/target", X_ROW, "bf16_fallback", None),
+        ("/value", {"gemm": "fprop"}, "bf16_fallback", 1.0),
+        ("/value", {"layer": True}, None, 1.0),
+        ("/value", X_ROW, "format", "int8"),
+        ("/value", X_ROW, "format", None),
+        ("/target", {"gemm": "wgrad"}, "format", "e5m2"),
+        ("/value", X_ROW, "scale_rounding", 2.0),
+        ("/value", X_ROW, "amax_history", 1.5),
+        ("/value", X_ROW, "amax_history", 0),
+        ("/value", X_ROW, "margin", "wide"),
+        ("/value", {"layer": True}, "gradient_smoothing", 1.0),
+    ],
+)
+def test_a_pin_whose_action_cannot_be_done_names_the_field(
+    client: TestClient, post: Any, field: str, target: Any, action: Any, value: Any
+) -> None:
+    post(0)
+    pin = {"layer": BAD, "target": target, "action": action, "value": value}
+    answer = client.put(f"{API}/pins", json=pin)
+    assert (answer.status_code, [fault["pointer"] for fault in answer.json()["errors"]]) == (422, [field])
+    assert client.get(f"{API}/plan").json() == {"version": 0, "entries": []}
+    assert client.get(f"{API}/pins").json()["items"] == []
+
+
+@pytest.mark.parametrize(
+    ("target", "action", "value"),
+    [
+        (X_ROW, "scale_multiplier", 0.25),
+        ({"layer": True}, "scale_multiplier", 2),
+        (X_ROW, "scale_rounding", "pow2"),
+        (X_ROW, "format", "e5m2"),
+        (X_ROW, "amax_history", 16),
+        (X_ROW, "margin", 1),
+        ({"layer": True}, "gradient_smoothing", 0.1),
+        ({"layer": True}, "bf16_fallback", None),
+    ],
+)
+def test_a_pin_whose_action_can_be_done_enters_the_plan(
+    client: TestClient, post: Any, target: Any, action: str, value: Any
+) -> None:
+    post(0)
+    pin = {"layer": BAD, "target": target, "action": action, "value": value}
+    assert client.put(f"{API}/pins", json=pin).status_code == 200
+    (entry,) = client.get(f"{API}/plan").json()["entries"]
+    assert (entry["target"], entry["action"], entry["value"]) == (target, action, value)
 
 
 def test_alerts_are_acknowledged_and_silenced(client: TestClient, post: Any, clock: Any) -> None:
@@ -240,12 +301,42 @@ def test_groups_are_judged_as_one(post: Any) -> None:
 def test_a_new_attempt_is_decided_on_from_its_first_step(client: TestClient, post: Any) -> None:
     for step in range(10):
         post(step)
-    rewound = {"id": "1", "parent": "0", "from_step": 4}
+    rewound = {"id": "1", "parent": "0", "from_step": 5}
     reply = post(5, error=0.5, attempt=rewound)
     assert [decision["step"] for decision in reply["decisions"]] == [5]
     # The abandoned attempt may still speak; nobody listens.
     assert post(10, error=0.5)["decisions"] == []
     assert client.get(API).json()["last_step"] == 5
+
+
+@pytest.mark.parametrize("last", [9, 10, 15])
+@pytest.mark.parametrize("from_step", [0, 10])
+def test_the_first_step_of_a_rewind_is_decided_in_its_own_reply(post: Any, last: int, from_step: int) -> None:
+    """Whether the parent stopped before that step, with it, or after it."""
+    for step in range(last + 1):
+        post(step)
+    child = {"id": "1", "parent": "0", "from_step": from_step}
+    reply = post(from_step, error=0.95, gemm="wgrad", attempt=child)
+    assert [(made["step"], made["target"]) for made in reply["decisions"]] == [(from_step, {"gemm": "wgrad"})]
+    assert [(alert["layer"], alert["severity"]) for alert in reply["alerts"]] == [(BAD, "act")]
+
+
+def test_a_rewind_to_the_start_has_decided_on_no_step_yet(client: TestClient, post: Any) -> None:
+    post(0)
+    post(0, groups=2, attempt={"id": "1", "parent": "0", "from_step": 0})
+    pin = {"layer": BAD, "target": {"gemm": "wgrad"}, "action": "bf16_fallback"}
+    assert client.put(f"{API}/pins", json=pin).status_code == 200
+    (made,) = client.get(f"{API}/decisions").json()["items"]
+    assert (made["step"], made["not_before_step"]) == (0, 1)
+
+
+def test_a_rewind_learns_nothing_from_the_step_that_it_repeats(client: TestClient, post: Any) -> None:
+    for step in range(6):
+        post(step, error=0.06 if step == 5 else 0.025)
+    # The second sample at the act level would decide, but the first did not happen in this attempt.
+    reply = post(5, error=0.06, attempt={"id": "1", "parent": "0", "from_step": 5})
+    assert reply["decisions"] == []
+    assert [made["step"] for made in post(6, error=0.06, attempt={"id": "1"})["decisions"]] == [6]
 
 
 def test_a_rewind_forgets_what_the_abandoned_steps_taught(client: TestClient, post: Any) -> None:
@@ -254,7 +345,7 @@ def test_a_rewind_forgets_what_the_abandoned_steps_taught(client: TestClient, po
     for step in range(6, 12):
         post(step, error=0.5)
     assert client.get(f"{API}/alerts", params={"state": "open"}).json()["items"]
-    post(6, attempt={"id": "1", "parent": "0", "from_step": 5})
+    post(6, attempt={"id": "1", "parent": "0", "from_step": 6})
     assert client.get(f"{API}/alerts", params={"state": "open"}).json()["items"] == []
     # The plan is the run's and outlives the attempt.
     assert len(client.get(f"{API}/plan").json()["entries"]) == 1

@@ -144,3 +144,61 @@ def test_only_the_newest_events_are_kept_for_those_who_reconnect() -> None:
         return [event.number for event in held if event is not None]
 
     assert asyncio.run(scenario()) == list(range(6, KEPT_EVENTS + 6))
+
+
+@pytest.mark.parametrize("word", ["NaN", "Infinity", "-Infinity"])
+def test_b80_the_stream_is_strict_json_whatever_was_measured(
+    live: httpx2.Client, documents: Any, word: str
+) -> None:
+    """Alerts and decisions quote what was measured; a browser must be able to parse each of them."""
+
+    def refuse(name: str) -> Any:
+        raise AssertionError(f"bare {name} in the stream")
+
+    slots = documents.slots(2)
+    values = [documents.values(slot) for slot in slots]
+    values[6]["sum_sq_err"] = "Infinity"  # an error without a bound
+    for row in values[8:]:
+        row.update(amax=word, sum_sq=word, sum_sq_q=word, sum_sq_err=word, nan=2, inf=1)
+    run = {"loss": word, "gradient_norm": word}
+    live.post(f"{API}/samples", json=documents.sample(0, mode="enforce"))
+    kinds: set[str] = set()
+    alerts: dict[str, Any] = {}
+    told: dict[str, Any] = {}
+    with live.stream("GET", f"{API}/events") as response:
+        lines = response.iter_lines()
+        for step in (1, 2, 3):
+            body = documents.sample(step, slots, values, run=run)
+            assert live.post(f"{API}/samples", json=body).status_code == 200
+        live.post(f"{API}/samples", json=documents.sample(4))
+        while told.get("step") != 4:
+            name, _, value = next(lines).partition(":")
+            if name == "event":
+                kinds.add(value.strip())
+            elif name == "data":
+                told = json.loads(value, parse_constant=refuse)
+                alerts |= {told["rule"]: told["value"]} if "severity" in told else {}
+    assert {"sample", "alert", "decision", "state"} <= kinds
+    assert alerts["gemm-error"] == "Infinity"
+    assert alerts["non-finite"] > 0
+
+
+def test_b62_b80_an_event_of_any_layer_name_is_one_line_of_json(live: httpx2.Client, documents: Any) -> None:
+    """A line break in a name would end the event's data in the middle."""
+    names = ["a\nb", "a\r\ndata: {}", "a/b", "a%2Fb", "ü"]
+    slots = [{"index": n, "layer": name, "gemm": "dgrad"} for n, name in enumerate(names)]
+    values = [documents.values(slot) for slot in slots]
+    for row in values:
+        row["sum_sq_err"] = row["sum_sq"] * 0.25
+    live.post(f"{API}/samples", json=documents.sample(0))
+    with live.stream("GET", f"{API}/events") as response:
+        told = events(response)
+        next(told)
+        live.post(f"{API}/samples", json=documents.sample(1, slots, values))
+        seen = set()
+        for kind, data, _ in told:
+            if kind == "alert":
+                seen.add(data["layer"])
+            if kind == "state":
+                break
+    assert seen == set(names)

@@ -1,10 +1,14 @@
 """Heatmaps and series against a brute force over the posted documents."""
 
+import json
 import math
 import random
 from collections.abc import Iterable
 from typing import Any
+from urllib.parse import quote
 
+import msgpack
+import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
@@ -336,3 +340,89 @@ def test_b62_any_layer_name_is_a_query_parameter(client: TestClient, documents: 
     assert client.get("/api/v1/runs/demo/heatmap", params={"metric": "amax"}).json()["layers"] == NAMES
     listed = client.get("/api/v1/runs/demo/layers", params={"order_by": "layer"}).json()["items"]
     assert [item["layer"] for item in listed] == NAMES
+
+
+ODD = [*NAMES, "100%", "a_b", "axb", "a+b", "a&layer=b", "a;b", " ", "[/b]", "%00", "A/B", "层.0"]
+
+
+def test_b62_every_route_that_takes_a_layer_name_takes_any(client: TestClient, documents: Any) -> None:
+    """In addresses that are built by hand, as a link is, and in bodies; no name is mistaken for another."""
+    kinds = ({"operand": "x", "layout": "row"}, {"gemm": "dgrad"})
+    slots = [
+        {"index": 2 * n + k, "layer": name, **kind}
+        for n, name in enumerate(ODD)
+        for k, kind in enumerate(kinds)
+    ]
+    values = [documents.values(slot, amax=float(slot["index"])) for slot in slots]
+    scalars = [{"layer": name, "name": "entropy", "value": float(n)} for n, name in enumerate(ODD)]
+    for row, slot in zip(values, slots, strict=True):
+        if "gemm" in slot:
+            row["sum_sq_err"] = row["sum_sq"] * 0.25
+    run = "/api/v1/runs/demo"
+    body = documents.sample(0, slots, values, scalars=scalars, mode="enforce")
+    assert client.post(URL, json=body).status_code == 200
+    for n, name in enumerate(ODD):
+        layer = f"layer={quote(name, safe='')}"
+        series = client.get(f"{run}/series?metric=amax&operand=x&{layer}")
+        assert series.json()["values"] == [2.0 * n], name
+        assert client.get(f"{run}/series?metric=entropy&{layer}").json()["values"] == [float(n)]
+        found = client.get(f"{run}/layers?order_by=layer&page_size=100&q={quote(name, safe='')}").json()
+        alike = [other for other in ODD if name.casefold() in other.casefold()]
+        assert [item["layer"] for item in found["items"]] == alike
+        pin = {"layer": name, "target": {"gemm": "wgrad"}, "action": "bf16_fallback"}
+        assert client.put(f"{run}/pins", json=pin).json()["layer"] == name
+        (decision,) = [
+            item
+            for item in client.get(f"{run}/decisions?page_size=100&{layer}").json()["items"]
+            if item["rule"] == "pin"
+        ]
+        assert (decision["layer"], decision["target"]) == (name, {"gemm": "wgrad"})
+    pinned = client.get(f"{run}/pins").json()["items"]
+    assert sorted(pin["layer"] for pin in pinned) == sorted(ODD)
+    entries = client.get(f"{run}/plan").json()["entries"]
+    assert {entry["layer"] for entry in entries if entry["target"] == {"gemm": "wgrad"}} == set(ODD)
+    alerts = client.get(f"{run}/alerts?page_size=100").json()["items"]
+    assert {alert["layer"] for alert in alerts} == set(ODD)
+    for name in ODD[::2]:
+        gone = client.delete(f"{run}/pins?gemm=wgrad&layer={quote(name, safe='')}")
+        assert gone.status_code == 200, name
+    for name in ODD[1::2]:
+        body = {"layer": name, "target": {"gemm": "wgrad"}}
+        assert client.request("DELETE", f"{run}/pins", json=body).status_code == 200, name
+    assert client.get(f"{run}/pins").json()["items"] == []
+
+
+def test_b62_a_name_in_a_path_is_no_route(client: TestClient, documents: Any) -> None:
+    client.post(URL, json=documents.sample(0))
+    for name in ("a/b", "a%2Fb", "blocks.0.mlp"):
+        for path in (f"/api/v1/runs/demo/layers/{name}", f"/api/v1/runs/demo/series/{name}"):
+            answer = client.get(path)
+            assert (answer.status_code, answer.json()["type"]) == (404, "not-found")
+
+
+@pytest.mark.parametrize("body", ["json", "msgpack"])
+def test_b80_nan_inf_and_missing_cells_are_told_apart_in_strict_json(
+    client: TestClient, documents: Any, body: str
+) -> None:
+    """One layer a kind of cell; a list in JSON and the raw bytes of numpy arrays give the same answer."""
+    words = ["NaN", "Infinity", "-Infinity", None, 1.5]
+    slots = [{"index": n, "layer": f"l{n}", "operand": "x", "layout": "row"} for n in range(len(words))]
+    values = [documents.values(slot, amax=word) for slot, word in zip(slots, words, strict=True)]
+    values[0]["nan"], values[1]["inf"], values[2]["inf"] = 3, 2, 1
+    sample = documents.sample(0, slots, values)
+    if body == "json":
+        answer = client.post(URL, json=sample)
+    else:
+        numbers = [0.0 if word is None else float(word) for word in words]
+        raw = {"dtype": "float64", "data": np.array(numbers).tobytes(), "nulls": [3]}
+        packed = msgpack.packb({**sample, "columns": {**sample["columns"], "amax": raw}})
+        answer = client.post(URL, content=packed, headers={"Content-Type": "application/msgpack"})
+    assert answer.status_code == 200, answer.text
+
+    def refuse(name: str) -> Any:
+        raise AssertionError(f"bare {name} in JSON")
+
+    text = client.get("/api/v1/runs/demo/heatmap", params={"metric": "amax"}).text
+    got = json.loads(text, parse_constant=refuse)
+    assert got["values"] == [["NaN"], ["Infinity"], ["-Infinity"], [None], [1.5]]
+    assert got["nonfinite"] == [[0, 0, 3, 0], [1, 0, 0, 2], [2, 0, 0, 1]]

@@ -9,6 +9,7 @@ from typing import Any
 import msgpack
 import numpy as np
 import pytest
+from sqlalchemy import Connection, event
 from starlette.testclient import TestClient
 
 from fp8_safeguard.monitor.slots import Slot, slots_id
@@ -60,6 +61,55 @@ def test_b47_a_resent_batch_counts_duplicates_and_only_the_new_slot_is_added(
     assert counts(client.post(URL, json=mixed).json()) == (1, 149)
     assert stored_slots(tmp_path / "store.db") == 151
     assert counts(client.post(URL, json=documents.sample(7, layer_slots(151))).json()) == (0, 151)
+
+
+def test_b47_the_work_of_a_repeat_does_not_grow_with_the_history(
+    client: TestClient, documents: Any, tmp_path: Path
+) -> None:
+    """Counted in instructions of SQLite's virtual machine: no load on the computer changes them."""
+    batch = documents.sample(100_000, layer_slots(150))
+    assert counts(client.post(URL, json=batch).json()) == (150, 0)
+    short = instructions_of(client, lambda: client.post(URL, json=batch).json())
+    assert counts(short[0]) == (0, 150)
+    with sqlite3.connect(tmp_path / "store.db") as database:
+        names = [row[1] for row in database.execute("PRAGMA table_info(samples)") if row[1] != "id"]
+        columns = ", ".join(f'"{name}"' for name in names)
+        values = ", ".join("history.step" if name == "step" else f'samples."{name}"' for name in names)
+        database.execute(
+            f"WITH RECURSIVE history(step) AS (SELECT 0 UNION ALL SELECT step + 1 FROM history WHERE step < 666) "
+            f"INSERT INTO samples ({columns}) SELECT {values} FROM samples, history"
+        )
+    database.close()
+    assert stored_slots(tmp_path / "store.db") == 668 * 150 > 100_000
+    long = instructions_of(client, lambda: client.post(URL, json=batch).json())
+    assert counts(long[0]) == (0, 150)
+    assert 0 < long[1] <= 2 * short[1]
+
+
+def instructions_of(client: TestClient, call: Callable[[], Any]) -> tuple[Any, int]:
+    """What a call answers, and how many instructions SQLite ran for it."""
+    seen = 0
+
+    def count() -> int:
+        nonlocal seen
+        seen += 1
+        return 0
+
+    def watch(connection: Connection) -> None:
+        driver: Any = connection.connection.dbapi_connection
+        driver.set_progress_handler(count, 1)
+        watched.append(driver)
+
+    watched: list[Any] = []
+    engine = client.app.state.store.engine  # type: ignore[attr-defined]
+    event.listen(engine, "begin", watch)
+    try:
+        answer = call()
+    finally:
+        event.remove(engine, "begin", watch)
+        for driver in watched:
+            driver.set_progress_handler(None, 1)
+    return answer, seen
 
 
 def test_b47_a_nan_equals_itself(client: TestClient, documents: Any) -> None:
@@ -274,6 +324,33 @@ def test_an_attempt_announced_differently_is_refused(client: TestClient, documen
     client.post(URL, json=documents.sample(0, attempt={"id": "1", "parent": "0", "from_step": 5}))
     answer = client.post(URL, json=documents.sample(1, attempt={"id": "1", "parent": "0", "from_step": 6}))
     assert (answer.status_code, answer.json()["type"]) == (409, "attempt-conflict")
+
+
+def test_what_the_first_sample_said_of_its_attempt_holds_for_those_that_do_not_say_it(
+    client: TestClient, documents: Any
+) -> None:
+    first = documents.sample(6, attempt={"id": "b", "parent": "a", "from_step": 5}, groups=2)
+    assert client.post(URL, json=first).status_code == 200
+    assert client.post(URL, json=documents.sample(6, attempt={"id": "b"}, group="1")).status_code == 200
+    (attempt,) = client.get("/api/v1/runs/demo/attempts").json()["items"]
+    assert (attempt["parent"], attempt["from_step"]) == ("a", 5)
+    for said in (
+        {"attempt": {"id": "b", "parent": "c"}},
+        {"attempt": {"id": "b", "parent": None}},
+        {"attempt": {"id": "b", "from_step": 0}},
+        {"attempt": {"id": "b"}, "groups": 1},
+    ):
+        answer = client.post(URL, json=documents.sample(7, **said))
+        assert (answer.status_code, answer.json()["type"]) == (409, "attempt-conflict"), said
+
+
+@pytest.mark.parametrize("schema", [-1, 0, 2, 2**63])
+def test_a_schema_that_is_not_accepted_is_409_with_those_that_are(
+    client: TestClient, documents: Any, schema: int
+) -> None:
+    answer = client.post(URL, json=documents.sample(0, schema=schema))
+    assert (answer.status_code, answer.json()["type"]) == (409, "schema")
+    assert answer.json()["accepted_schemas"] == [1]
 
 
 def test_run_values_that_a_repeat_brings_first_are_kept(client: TestClient, documents: Any) -> None:
