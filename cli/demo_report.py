@@ -92,7 +92,7 @@ def summary_lines(report: DemoReport, server: str) -> list[str]:
         f"  FP8, fault, safeguard off   {report.loss_unprotected:.4f}  ({gap['unprotected']:+.2f} %)",
         f"  BF16, fault                 {report.loss_bf16_with_fault:.4f}  ({gap['bf16']:+.2f} %)",
         f"Alerts in the healthy run: {report.alerts_in_healthy_run}.",
-        f"Every figure can be read again under {server}/api/v1/runs/{report.run_ids['protected']}",
+        f"All of this was read from {server}/api/v1/runs/{report.run_ids['protected']} and its three neighbours.",
     ]
 
 

@@ -1,5 +1,6 @@
 """The `fp8-safeguard` command and its options."""
 
+from errno import EADDRINUSE
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -62,8 +63,6 @@ def serve(
     database_url: Annotated[str | None, typer.Option(help="SQLAlchemy URL of the store.")] = None,
 ) -> None:
     """Start the server: ingest, dashboard, REST and Prometheus metrics."""
-    from pydantic import ValidationError
-
     from fp8_safeguard.server.serve import run
     from fp8_safeguard.server.settings import Settings
 
@@ -71,8 +70,13 @@ def serve(
         fail(f"--workers is {workers}; this release serves from one process. Leave it at 1.")
     chosen: dict[str, Any] = {"host": host, "port": port, "database_url": database_url}
     try:
-        run(Settings(**{name: value for name, value in chosen.items() if value is not None}))
-    except (ValidationError, ValueError, OSError) as error:
+        settings = Settings(**{name: value for name, value in chosen.items() if value is not None})
+        run(settings)
+    except OSError as error:
+        if error.errno == EADDRINUSE:
+            fail(f"Port {settings.port} is taken. Choose another with --port, or --port 0 for any free one.")
+        fail(str(error))
+    except ValueError as error:
         fail(str(error))
 
 

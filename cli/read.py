@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -17,11 +18,14 @@ Run = Annotated[str | None, typer.Argument(help="The run; by default the one tha
 Json = Annotated[bool, typer.Option("--json", help="Print the server's JSON.")]
 
 
-def ask(server: str | None, token: str | None, run: str | None, question: Callable[[Api, str], Any]) -> Any:
-    """Put a question about a run; a failure is one line on stderr and exit code 1."""
+def ask(
+    server: str | None, token: str | None, run: str | None, question: Callable[[Api, str], Any]
+) -> tuple[str, Any]:
+    """The run asked about, and the answer; a failure is one line on stderr and exit code 1."""
     try:
         with Api(server, token) as api:
-            return question(api, run or api.latest_run())
+            name = run or api.latest_run()
+            return name, question(api, name)
     except ApiError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from error
@@ -32,20 +36,45 @@ def print_json(value: Any) -> None:
     typer.echo(json.dumps(value, indent=2, allow_nan=False))
 
 
-def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """A table on a terminal, and the same lines where there is none."""
-    shown = Table(title=title, title_justify="left")
+def show(
+    what: str,
+    answer: tuple[str, Sequence[Mapping[str, Any]]],
+    as_json: bool,
+    columns: Mapping[str, Callable[[Mapping[str, Any]], object]],
+) -> None:
+    """The items as the server's JSON, or as a table that says which run it is about."""
+    run, items = answer
+    if as_json:
+        print_json({"items": items, "next_page_token": None})
+        return
+    if not items:
+        typer.echo(f"{run}: no {what}.")
+        return
+    shown = Table(title=f"{run}: {what}", title_justify="left", box=SIMPLE_HEAD)
     for column in columns:
         shown.add_column(column, overflow="fold")
-    for row in rows:
+    for item in items:
         # Text, because a layer's name may look like markup.
-        shown.add_row(*(Text("" if cell is None else str(cell)) for cell in row))
+        shown.add_row(*(Text(cell(column(item))) for column in columns.values()))
     Console().print(shown)
+
+
+def cell(value: object) -> str:
+    """One value for a table: numbers with four significant digits, nothing for null."""
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def place(slot: Mapping[str, Any]) -> str:
+    """A slot, a target or a worst reading in two words: `dgrad`, `x row`, `layer`."""
+    words = [slot.get("gemm") or "", slot.get("operand") or "", slot.get("layout") or ""]
+    return " ".join(word for word in words if word) or "layer"
 
 
 def status(run: Run = None, server: Server = None, token: Token = None, as_json: Json = False) -> None:
     """The verdict on a run: its state, why, and what to do next."""
-    detail = ask(server, token, run, lambda api, name: api.get(f"/runs/{name}"))
+    _, detail = ask(server, token, run, lambda api, name: api.get(f"/runs/{name}"))
     if as_json:
         print_json(detail)
         return
@@ -53,7 +82,9 @@ def status(run: Run = None, server: Server = None, token: Token = None, as_json:
     typer.echo(f"{detail['id']}: {verdict['state'].upper()}")
     typer.echo(f"  why   {verdict['why']}")
     typer.echo(f"  next  {verdict['next']}")
-    typer.echo(f"  step  {detail['last_step']}, loss {detail['loss']}, mode {detail['mode']}")
+    typer.echo(
+        f"  step  {detail['last_step']}, loss {cell(detail['loss']) or 'not sent'}, mode {detail['mode']}"
+    )
 
 
 def layers(
@@ -64,46 +95,48 @@ def layers(
     state: Annotated[str | None, typer.Option(help="Only layers in this state.")] = None,
 ) -> None:
     """The layers of a run, worst first."""
-    items = ask(server, token, run, lambda api, name: api.items(f"/runs/{name}/layers", state=state))
-    if as_json:
-        print_json({"items": items, "next_page_token": None})
-        return
-    table(
-        "Layers, worst first",
-        ["layer", "state", "metric", "slot", "value", "threshold", "step"],
-        list(map(_layer_row, items)),
-    )
+    answer = ask(server, token, run, lambda api, name: api.items(f"/runs/{name}/layers", state=state))
 
+    def worst(name: str) -> Callable[[Mapping[str, Any]], object]:
+        return lambda item: (item.get("worst") or {}).get(name)
 
-def _layer_row(item: Mapping[str, Any]) -> list[object]:
-    worst = item.get("worst") or {}
-    slot = worst.get("gemm") or " ".join(filter(None, [worst.get("operand"), worst.get("layout")]))
-    return [
-        item["layer"],
-        item["state"],
-        worst.get("metric"),
-        slot,
-        worst.get("value"),
-        worst.get("threshold"),
-        worst.get("step"),
-    ]
+    columns = {
+        "layer": lambda item: item["layer"],
+        "state": lambda item: item["state"],
+        "slot": lambda item: place(item.get("worst") or {}),
+        "metric": worst("metric"),
+        "value": worst("value"),
+        "limit": worst("threshold"),
+    }
+    show("layers, worst first", answer, as_json, columns)
 
 
 def alerts(run: Run = None, server: Server = None, token: Token = None, as_json: Json = False) -> None:
     """The alerts of a run."""
-    items = ask(server, token, run, lambda api, name: api.items(f"/runs/{name}/alerts"))
-    if as_json:
-        print_json({"items": items, "next_page_token": None})
-        return
-    names = ["first_step", "severity", "state", "layer", "rule", "metric", "value"]
-    table("Alerts", names, [[item.get(name) for name in names] for item in items])
+    answer = ask(server, token, run, lambda api, name: api.items(f"/runs/{name}/alerts"))
+    columns = {
+        "step": lambda item: item.get("step"),
+        "severity": lambda item: item.get("severity"),
+        "state": lambda item: item.get("state"),
+        "layer": lambda item: item.get("layer"),
+        "slot": lambda item: place(item.get("slot") or {}),
+        "rule": lambda item: item.get("rule"),
+        "value": lambda item: item.get("value"),
+        "limit": lambda item: item.get("threshold"),
+    }
+    show("alerts", answer, as_json, columns)
 
 
 def decisions(run: Run = None, server: Server = None, token: Token = None, as_json: Json = False) -> None:
-    """The decisions on a run, with their reasons."""
-    items = ask(server, token, run, lambda api, name: api.items(f"/runs/{name}/decisions"))
-    if as_json:
-        print_json({"items": items, "next_page_token": None})
-        return
-    names = ["step", "layer", "target", "action", "value", "state", "effective_step", "reason"]
-    table("Decisions", names, [[item.get(name) for name in names] for item in items])
+    """The decisions on a run; `--json` adds their reasons and evidence."""
+    answer = ask(server, token, run, lambda api, name: api.items(f"/runs/{name}/decisions"))
+    columns = {
+        "step": lambda item: item["step"],
+        "layer": lambda item: item["layer"],
+        "target": lambda item: place(item["target"]),
+        "action": lambda item: item["action"],
+        "value": lambda item: item.get("value"),
+        "state": lambda item: item["state"],
+        "effective": lambda item: item.get("effective_step"),
+    }
+    show("decisions", answer, as_json, columns)

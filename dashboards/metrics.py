@@ -37,7 +37,7 @@ VIEWS: dict[str, MetricView] = {
     "gradient_distortion": MetricView(
         label="gradient distortion",
         unit="(1 − cosine)",
-        definition="worst 1 − cosine of dy row, dy col, dgrad, wgrad",
+        definition="worst 1 − cosine of dy, dgrad, wgrad",
         bounds=(0.0, 1.0),
         log_bounds=(1e-4, 1.0),
     ),

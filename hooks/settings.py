@@ -106,7 +106,7 @@ def _server_url(server: str | None) -> str | None:
     if server is None:
         return None
     if not server.startswith(("http://", "https://")):
-        raise OptionError(f"server is {server!r}: give its base URL, for example http://127.0.0.1:8000")
+        raise OptionError(f"server is {server!r}: give its base URL, for example http://127.0.0.1:8787")
     return server.rstrip("/")
 
 

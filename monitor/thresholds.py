@@ -146,12 +146,18 @@ def _underflow() -> Sequence[Threshold]:
             origin=origin,
         )
 
-    rows = "six times the healthy maximum of row blocks"
+    rows = "watch: six times the healthy maximum of row blocks; act: where a flushed x has always done harm"
     columns = "six times the healthy maximum of column blocks; for information"
     return (
         rule("x", "row", 0.005, 0.20, rows),
         rule("dy", "row", 0.005, None, rows),
-        rule("w", "tile", 0.001, 0.003, "ten times the healthy maximum of weights"),
+        rule(
+            "w",
+            "tile",
+            0.001,
+            0.003,
+            "watch: ten times the healthy maximum of weights; act: thirty times, with x row of the same layer in breach",
+        ),
         rule("x", "col", 0.02, None, columns),
         rule("dy", "col", 0.02, None, columns),
     )

@@ -1,1 +1,1 @@
-"""TODO."""
+"""The service: ingest, store, query, decide, expose. Never imports torch."""

@@ -89,7 +89,11 @@ def _families() -> dict[str, _Family]:
         _Family("run_loss", "Newest training loss.", ("run",)),
         _Family("run_gradient_norm", "Newest gradient norm.", ("run",)),
         _Family("run_last_report_timestamp_seconds", "Unix time of the newest sample.", ("run",)),
-        _Family("run_fallback_budget_used_ratio", "Share of GEMM FLOPs that fell back to BF16.", ("run",)),
+        _Family(
+            "run_fallback_budget_used_ratio",
+            "Part of the BF16 fallback budget in use, 1 when it is full.",
+            ("run",),
+        ),
         _Family("run_health_state", "1 for the state that a run is in.", ("run", "state")),
         _Family("decisions", "Decisions taken.", ("run", "action", "mode"), counter=True),
         _Family("alerts_active", "Open alerts.", ("run", "rule", "severity")),

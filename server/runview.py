@@ -202,7 +202,7 @@ def _verdict(state: str, health: Health, row: Row[Any], now: float) -> dict[str,
         return {"why": _why(alert), "next": _next_step(state, row.mode)}
     if state == "fallback":
         return {
-            "why": f"the plan holds a fault: {_deviations(row.plan)}",
+            "why": f"the plan holds a fault: {_deviations(row.plan)}; the map goes on showing what FP8 would do",
             "next": "find the cause in the decisions; a gemm returns to FP8 once its numbers are healthy again",
         }
     return {"why": "every judged slot is within its thresholds", "next": "nothing to do"}

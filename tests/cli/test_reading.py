@@ -96,6 +96,19 @@ def test_plain_output_needs_no_terminal(server: str, command: str) -> None:
     assert out.strip()
 
 
+def test_a_table_names_its_run_and_an_empty_one_is_a_sentence(server: str) -> None:
+    assert ask("alerts", "--server", server)[1].splitlines()[0].strip() == "r1: alerts"
+    assert ask("decisions", "--server", server)[1] == "r1: no decisions.\n"
+
+
+def test_serve_on_a_taken_port_names_the_way_out(server: str, tmp_path: Path) -> None:
+    port = server.rsplit(":", 1)[1]
+    code, _, err = ask("serve", "--port", port, "--database-url", f"sqlite:///{tmp_path}/x.db")
+    assert code == 1
+    assert f"Port {port} is taken" in err
+    assert "--port" in err
+
+
 def test_unknown_run_is_one_line_and_exit_code_1(server: str) -> None:
     code, out, err = ask("status", "nope", "--server", server)
     assert (code, out) == (1, "")
@@ -154,5 +167,5 @@ def test_b62_any_layer_name_is_printed_as_it_is(
             assert httpx2.post(f"{url}/api/v1/runs/odd/samples", json=body).status_code == 200
         code, out, err = ask(command, "--server", url)
     assert (code, err) == (0, "")
-    cells = {cell.strip() for line in out.splitlines() for cell in re.split("[│┃]", line)}
+    cells = {cell.strip() for line in out.splitlines() for cell in re.split(r"\s{2,}", line)}
     assert set(ODD) <= cells

@@ -84,7 +84,8 @@ def test_unknown_run_is_a_page_that_says_so(server_url: str, run: str) -> None:
     assert page.status_code == 404
     if "%2F" not in run:
         assert page.headers["content-type"].startswith("text/html")
-        assert "There is no run" in Text(page.text).text
+        assert "No sample of run" in Text(page.text).text
+        assert page.text.count('http-equiv="refresh"') == 1
         assert "<script>alert" not in page.text
 
 
