@@ -141,9 +141,12 @@ def make_trainer() -> type[Trainer]:
     return Trainer
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """Chromium; without it the browser tests are skipped, and fail in CI."""
+    """Chromium; without it the browser tests are skipped, and fail in CI.
+
+    Playwright keeps an event loop running in this thread: it must be gone before other modules start theirs.
+    """
     try:
         from playwright.sync_api import sync_playwright
     except ModuleNotFoundError:
