@@ -32,7 +32,7 @@ serve: setup  ## Start the server on http://127.0.0.1:8787
 test: setup  ## Run all tests
 	$(BIN)/python -m pytest
 
-test-all: test  ## Run the slower suites as well
+test-all: test  ## Run all tests, and the slower suites as they come (there are none yet)
 
 check: setup  ## Lint, types, import contracts, docs
 	$(BIN)/ruff format --check .
