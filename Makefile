@@ -6,10 +6,10 @@ STAMP := $(VENV)/.installed
 export PYTHONSAFEPATH := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-all check readme fmt clean
+.PHONY: help setup demo serve test test-all check readme screenshots fmt clean
 
 help:  ## Show this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
 
 setup: $(STAMP)  ## Make .venv with everything the project needs
 
@@ -43,6 +43,9 @@ check: setup  ## Lint, types, import contracts, docs
 
 readme: setup  ## Bring the README's generated parts up to date
 	$(BIN)/python docs/readme.py
+
+screenshots: setup  ## Take the pictures of the pages in docs/images again
+	$(BIN)/python docs/screenshots.py
 
 fmt: setup  ## Format the code
 	$(BIN)/ruff format .
