@@ -42,6 +42,10 @@ FORK_FIELDS = frozenset(
         "checkpoint_dir",
         "checkpoint_every",
         "keep_checkpoints",
+        "divergence_nats",
+        "recover",
+        "skip_limit",
+        "max_recoveries",
     }
 )
 
@@ -53,7 +57,7 @@ class TrainConfig:
     run: str = "train"
     """Name of the run on the server; starts with a letter or digit, then letters, digits, '.', '_', '-'."""
     attempt: str = "0"
-    """Id of this try of the run: a resume keeps it, a rewind takes a new one."""
+    """Id of this try of the run; a resume or a rollback goes on under the next free number."""
     seed: int = 0
     """Seed of the initial weights and of the order of the data."""
 
@@ -135,7 +139,15 @@ class TrainConfig:
     checkpoint_every: int = 100
     """Steps between two periodic checkpoints."""
     keep_checkpoints: int = 3
-    """Newest periodic checkpoints that stay; the newest healthy one always stays too."""
+    """Newest healthy periodic checkpoints that stay; as many unhealthy ones stay beside them."""
+    divergence_nats: float = 1.0
+    """A checkpoint is unhealthy while the smoothed loss stands more than this above its lowest, in nats."""
+    recover: bool = False
+    """Go back to the newest healthy checkpoint when the run is lost, as a new attempt, past the data that lost it."""
+    skip_limit: int = 8
+    """Skipped steps in a row after which the run is lost; a parameter that is not finite loses it at once."""
+    max_recoveries: int = 3
+    """Rollbacks without a healthy checkpoint between them, after which training stops with a RecoveryError."""
 
     def __post_init__(self) -> None:
         problems = list(_problems(self))
@@ -261,10 +273,20 @@ _MINIMUM = {
     "log_every": 1,
     "checkpoint_every": 1,
     "keep_checkpoints": 1,
+    "skip_limit": 1,
+    "max_recoveries": 1,
     "weight_decay": 0.0,
     "router_bias_rate": 0.0,
 }
-_ABOVE_ZERO = ("rope_base", "norm_epsilon", "learning_rate", "adam_epsilon", "clip_norm", "lockstep_seconds")
+_ABOVE_ZERO = (
+    "rope_base",
+    "norm_epsilon",
+    "learning_rate",
+    "adam_epsilon",
+    "clip_norm",
+    "lockstep_seconds",
+    "divergence_nats",
+)
 _BELOW_ONE = ("beta1", "beta2", "validation_fraction")
 
 
@@ -296,3 +318,5 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
         yield f"experts_per_token {config.experts_per_token} is more than experts {config.experts}"
     if config.micro_batches >= 1 and config.sequences_per_step % config.micro_batches:
         yield f"sequences_per_step {config.sequences_per_step} is not a multiple of micro_batches {config.micro_batches}"
+    if config.recover and config.checkpoint_dir is None:
+        yield "recover is on, but checkpoint_dir is None: give it a folder, for there is nothing else to go back to"

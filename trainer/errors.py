@@ -17,3 +17,7 @@ class CorpusError(TrainerError):
 
 class CheckpointError(TrainerError):
     """A checkpoint is missing, damaged, or belongs to another model or corpus."""
+
+
+class RecoveryError(TrainerError):
+    """Training failed again after the allowed number of rollbacks, or there was nothing to roll back to."""

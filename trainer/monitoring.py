@@ -9,10 +9,18 @@ from typing import Any
 
 from fp8_safeguard import hooks
 from fp8_safeguard.monitor.plan import Plan
+from fp8_safeguard.trainer.attempts import Attempt
 from fp8_safeguard.trainer.config import TrainConfig
 from fp8_safeguard.trainer.model import LanguageModel
 
 logger = logging.getLogger("fp8_safeguard")
+
+TRAINER = "trainer"
+"""The layer name of scalars about the training loop itself."""
+
+
+class _UnfinishedError(Exception):
+    """The run stops here, but has not ended."""
 
 
 class Monitoring:
@@ -34,12 +42,13 @@ class Monitoring:
                 thresholds=config.thresholds,
             )
 
-    def begin(self, step: int, saved: dict[str, Any] | None) -> None:
-        """Count from `step` on; continue the saved guard, plan included, where the checkpoint is this run's own."""
+    def begin(self, step: int, attempt: Attempt, saved: dict[str, Any] | None) -> None:
+        """Count from `step` on; continue the `saved` guard of the attempt's parent, plan included, if there is one."""
         if self.guard is None:
             return
         own = saved is not None and saved.get("run") == self._config.run
-        fresh = {"step": step, "plan": Plan().to_wire(), "attempt": self._config.attempt}
+        parent = attempt.id if attempt.parent is None else attempt.parent
+        fresh = {"step": step, "plan": Plan().to_wire(), "attempt": parent}
         self.guard.load_state_dict(saved if own and saved is not None else fresh)
 
     def report(self, model: LanguageModel, values: dict[str, float]) -> None:
@@ -51,10 +60,11 @@ class Monitoring:
             for key, value in router.load_scalars().items():
                 self.guard.log_scalar(name, key, value)
 
-    def end_step(self, step: int) -> None:
+    def end_step(self, step: int, skipped_steps: int) -> None:
         """Step `step` has ended. In lockstep, wait for the reply to it, but never longer than configured."""
         if self.guard is None:
             return
+        self.guard.log_scalar(TRAINER, "skipped_steps", skipped_steps)
         self.guard.step(step)
         if self._config.lockstep and step % self._config.every == 0:
             answered = self.guard.flush(self._config.lockstep_seconds)
@@ -81,7 +91,15 @@ class Monitoring:
         """Entries of the plan in force."""
         return 0 if self.guard is None else len(self.guard.plan.entries)
 
-    def close(self) -> None:
-        """Send what is left and take the guard off the model."""
-        if self.guard is not None:
+    def close(self, *, finished: bool) -> None:
+        """Send what is left and take the guard off the model; `finished` if the run has ended by itself."""
+        if self.guard is None:
+            return
+        if finished:
+            self.guard.detach()
+            return
+        # A guard that is detached while an exception is on its way does not tell the server that the run has ended.
+        try:
+            raise _UnfinishedError
+        except _UnfinishedError:
             self.guard.detach()

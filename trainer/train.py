@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 
-from fp8_safeguard.trainer import checkpoint
+from fp8_safeguard.trainer import attempts, checkpoint, health
+from fp8_safeguard.trainer.attempts import Attempt
 from fp8_safeguard.trainer.config import TrainConfig
 from fp8_safeguard.trainer.data import Batch, ByteCorpus, load_text
 from fp8_safeguard.trainer.errors import CheckpointError, ConfigError
+from fp8_safeguard.trainer.health import LossLevel
 from fp8_safeguard.trainer.model import LanguageModel
 from fp8_safeguard.trainer.monitoring import Monitoring
 from fp8_safeguard.trainer.optimizer import (
@@ -25,6 +28,7 @@ from fp8_safeguard.trainer.optimizer import (
     nonfinite_gradients,
     set_hyperparameters,
 )
+from fp8_safeguard.trainer.recovery import Recovery
 
 logger = logging.getLogger("fp8_safeguard")
 
@@ -44,7 +48,7 @@ class StepReport:
     tokens: int
     """Tokens seen since the beginning of training, this step's included."""
     skipped: bool
-    """Whether a non-finite gradient kept the update from being applied."""
+    """Whether a loss or gradient that is not finite kept the update from being applied."""
     skipped_steps: int
     """Steps skipped so far."""
     fallbacks: int
@@ -60,8 +64,9 @@ class Trainer:
     """One training run. Same config, same numbers: every result follows from the config alone."""
 
     def __init__(self, config: TrainConfig) -> None:
+        """Start from the beginning. A `checkpoint_dir` that has seen this run gets a new attempt, not the old ones."""
         self._build(config)
-        self.monitoring.begin(0, None)
+        self._watch(attempts.first(config.run, config.attempt, config.checkpoint_dir), None)
 
     def _build(self, config: TrainConfig) -> None:
         self.config = config
@@ -77,30 +82,44 @@ class Trainer:
         self.optimizer = build_optimizer(self.model, config)
         self.step = 0
         """Completed steps, skipped ones included; also the number of the next step."""
+        self.position = 0
+        """Training sequences drawn so far, or passed over by a rollback."""
         self.updates = 0
         """Applied updates."""
         self.skipped_steps = 0
-        """Steps whose update a non-finite gradient prevented (nonfinite_steps_total)."""
+        """Steps whose update a non-finite loss or gradient prevented (nonfinite_steps_total)."""
+        self.skipped_in_a_row = 0
+        """Those of them that came last, without an applied one between."""
         self.last: StepReport | None = None
         """The newest step of this process."""
-        self.monitoring = Monitoring(self.model, config)
+        self._level = LossLevel()
+        self._recovery = Recovery(config=config)
 
-    @property
-    def position(self) -> int:
-        """Training sequences drawn so far."""
-        return self.step * self.config.sequences_per_step
+    def _watch(self, attempt: Attempt, guard: dict[str, Any] | None) -> None:
+        """Begin an attempt: from here on the monitor looks on, with the `guard` state of a checkpoint if it has one."""
+        self.attempt = attempt
+        """Which try of the run this is."""
+        self.config = replace(self.config, attempt=attempt.id)
+        self.monitoring = Monitoring(self.model, self.config)
+        self.monitoring.begin(self.step, attempt, guard)
 
-    def run(self, until_step: int, on_step: OnStep | None = None) -> list[StepReport]:
-        """Train until `until_step` steps are complete; returns the reports of the steps done by this call."""
+    def run(
+        self, until_step: int, on_step: OnStep | None = None, *, stop: Callable[[], bool] = lambda: False
+    ) -> list[StepReport]:
+        """Train until `until_step` steps are complete; returns the reports of the steps done by this call.
+
+        `stop` is asked between two steps. With `recover`, steps that a rollback repeats are reported again;
+        RecoveryError once there were too many.
+        """
         if until_step < self.step:
             raise ConfigError(f"until_step is {until_step}, but {self.step} steps are already complete")
         reports = []
         with _threads(self.config.threads):
-            while self.step < until_step:
+            while self.step < until_step and not stop():
                 reports.append(self._train_step())
                 if on_step is not None:
                     on_step(reports[-1])
-                self._save_periodic()
+                self._end_step(reports[-1])
         return reports
 
     def evaluate(self, sequences: int = 32) -> float:
@@ -116,26 +135,70 @@ class Trainer:
         return total / sequences
 
     def save(self, path: str | Path) -> Path:
-        """Write an exact checkpoint: a run loaded from it continues bit for bit. Atomic."""
-        return checkpoint.write(path, self._state())
+        """Write an exact checkpoint: a run loaded from it continues bit for bit. Atomic and durable."""
+        return checkpoint.write(path, self._state(self.ailments()))
+
+    def save_at_stop(self, fallback: Path | None = None) -> Path | None:
+        """Write a checkpoint now, in the run's folder, else to `fallback`; where to resume from.
+
+        That is an older one if this state is not healthy. None where there is no healthy one, or no place for any.
+        """
+        if self.config.checkpoint_dir is None:
+            return None if fallback is None else self.save(fallback)
+        path, healthy = self._save_in(self.config.checkpoint_dir)
+        return path if healthy else self._newest_healthy()
 
     @classmethod
     def load(cls, path: str | Path, **overrides: Any) -> Trainer:
-        """Continue from a checkpoint. Without overrides the run goes on as if it had never stopped.
+        """Continue from a checkpoint, or from the newest healthy one of a folder, bit for bit as if never stopped.
 
-        `overrides` are TrainConfig fields (FORK_FIELDS): with another `run` it is a fork, which starts under an
-        empty plan; `precision`, `fault`, `mode` and `server` make the arms of a comparison from one start.
+        The run goes on as a new attempt: the child of the one that wrote the checkpoint, with an id that no attempt
+        noted in that folder has. `overrides` are TrainConfig fields (FORK_FIELDS): with another `run` it is a fork,
+        which starts under an empty plan and, unless it is given a checkpoint_dir, writes no periodic checkpoints;
+        `precision`, `fault`, `mode` and `server` make the arms of a comparison from one start.
         """
+        path = Path(path)
+        path = checkpoint.latest(path) if path.is_dir() else path
         state = checkpoint.read(path)
+        if state["ailments"]:
+            logger.warning("%s is not healthy: %s", path, "; ".join(state["ailments"]))
+        saved = TrainConfig.from_mapping(state["config"])
+        fork = overrides.get("run", saved.run) != saved.run
+        changes = {"attempt": "0", "checkpoint_dir": None, **overrides} if fork else overrides
         trainer = cls.__new__(cls)
         # A checkpoint knows no token, so one given here belongs to the server given here or saved there.
-        trainer._build(TrainConfig.from_mapping(state["config"]).fork(**overrides))
+        trainer._build(saved.fork(**changes))
         trainer._restore(state, path)
+        config = trainer.config
+        if fork:
+            trainer._watch(attempts.first(config.run, config.attempt, config.checkpoint_dir), None)
+        else:
+            trainer._watch(trainer._child(path, state, overrides.get("attempt")), state["guard"])
+        torch.set_rng_state(state["rng"])
         return trainer
 
-    def close(self) -> None:
-        """Flush and detach the monitor. The trainer can still be saved and evaluated, as configured, without plan."""
-        self.monitoring.close()
+    def _child(self, path: Path, state: dict[str, Any], wanted: str | None = None) -> Attempt:
+        """The attempt that goes on from a checkpoint."""
+        parent = Attempt(**state["attempt"])
+        folder = self.config.checkpoint_dir
+        return attempts.child(path, self.config.run, parent, self.step, wanted=wanted, checkpoint_dir=folder)
+
+    def ailments(self) -> list[str]:
+        """What makes the present state unfit to continue from; empty if it is healthy."""
+        return health.ailments(
+            self.model,
+            self.optimizer,
+            self._level,
+            skipped_in_a_row=self.skipped_in_a_row,
+            divergence_nats=self.config.divergence_nats,
+        )
+
+    def close(self, *, finished: bool = True) -> None:
+        """Flush and detach the monitor. The trainer can still be saved and evaluated, as configured, without plan.
+
+        `finished` says that the run has ended by itself: the server is told so.
+        """
+        self.monitoring.close(finished=finished)
 
     def __enter__(self) -> Self:
         return self
@@ -143,7 +206,7 @@ class Trainer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self.close(finished=kind is None)
 
     def _train_step(self) -> StepReport:
         started = time.perf_counter()
@@ -156,9 +219,10 @@ class Trainer:
         tokens = (step + 1) * config.tokens_per_step
         values = {"loss": loss, "gradient_norm": norm, "learning_rate": rate, "tokens": float(tokens)}
         self.monitoring.report(self.model, values)
-        skipped = not self._update(norm)
+        skipped = not self._update(loss, norm)
         self.step += 1
-        self.monitoring.end_step(step)
+        self.position += config.sequences_per_step
+        self.monitoring.end_step(step, self.skipped_steps)
         self.last = StepReport(
             step=step,
             loss=loss,
@@ -183,20 +247,25 @@ class Trainer:
             total += float(loss.detach())
         return total
 
-    def _update(self, norm: float) -> bool:
-        """Apply the update unless a gradient is not finite: then parameters, moments and biases stay as they are."""
-        applied = bool(torch.isfinite(torch.tensor(norm)))
+    def _update(self, loss: float, norm: float) -> bool:
+        """Apply the update if loss and gradients are finite; else parameters, moments and biases stay as they are."""
+        applied = math.isfinite(loss) and math.isfinite(norm)
         if applied:
             self.optimizer.step()
             self.updates += 1
+            self.skipped_in_a_row = 0
+            self._level.add(loss)
         else:
             self.skipped_steps += 1
+            self.skipped_in_a_row += 1
             names = nonfinite_gradients(self.model)
             logger.warning(
-                "step %d skipped: gradient norm %s, first non-finite gradient in %s (%d parameters); %d skipped so far",
+                "step %d skipped: loss %s, gradient norm %s, first non-finite gradient in %s (%d parameters); %d skipped "
+                "so far",
                 self.step,
+                loss,
                 norm,
-                names[0] if names else "none (the sum of squares overflowed)",
+                names[0] if names else "none",
                 len(names),
                 self.skipped_steps,
             )
@@ -205,30 +274,75 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         return applied
 
-    def _healthy(self) -> bool:
-        """Whether this state is fit to resume from: finite parameters, and the last step was applied."""
-        finite = all(bool(torch.isfinite(p).all()) for p in self.model.parameters())
-        return finite and (self.last is None or not self.last.skipped)
+    def _end_step(self, report: StepReport) -> None:
+        """Write the periodic checkpoint that is due; go back to an earlier one if the run is lost."""
+        due = self.config.checkpoint_dir is not None and self.step % self.config.checkpoint_every == 0
+        if due:
+            self._save_periodic()
+        # Looking through every tensor costs time: where it went wrong, a loss says so or a checkpoint finds out.
+        not_finite = health.not_finite(self.model, self.optimizer) if due or report.skipped else []
+        reason = self._recovery.reason(not_finite, self.skipped_in_a_row)
+        if reason is not None:
+            self._roll_back(reason)
 
     def _save_periodic(self) -> None:
-        folder = self.config.checkpoint_dir
-        if folder is None or self.step % self.config.checkpoint_every:
+        assert self.config.checkpoint_dir is not None
+        try:
+            _, healthy = self._save_in(self.config.checkpoint_dir)
+        except OSError as error:
+            # A full disk may be emptied; what is in memory would be lost for certain.
+            logger.error("no checkpoint after step %d: %s. Training goes on", self.step, error)
             return
-        self.save(checkpoint.periodic_path(folder, self.step, healthy=self._healthy()))
-        checkpoint.rotate(folder, self.config.keep_checkpoints)
+        if healthy:
+            self._recovery.progressed()
 
-    def _state(self) -> dict[str, Any]:
+    def _save_in(self, folder: str) -> tuple[Path, bool]:
+        ailments = self.ailments()
+        path = checkpoint.periodic_path(folder, self.step, healthy=not ailments, attempt=self.attempt.number)
+        checkpoint.write(path, self._state(ailments))
+        if ailments:
+            logger.warning("%s is marked unhealthy: %s", path, "; ".join(ailments))
+        checkpoint.rotate(folder, self.config.keep_checkpoints, attempt=self.attempt.number)
+        return path, not ailments
+
+    def _newest_healthy(self) -> Path | None:
+        """The checkpoint of this attempt's branch to go back to."""
+        assert self.config.checkpoint_dir is not None
+        try:
+            return checkpoint.latest(self.config.checkpoint_dir, attempt=self.attempt.number)
+        except CheckpointError:
+            return None
+
+    def _roll_back(self, reason: str) -> None:
+        """Take up the newest healthy checkpoint as a new attempt, with the data as it stands now."""
+        target = self._newest_healthy()
+        self._recovery.begin(reason, self.step, target)
+        assert target is not None
+        position, state = self.position, checkpoint.read(target)
+        self._restore(state, target)
+        self.position = position
+        attempt = self._child(target, state)
+        self.monitoring.close(finished=False)
+        self._watch(attempt, state["guard"])
+        torch.set_rng_state(state["rng"])
+
+    def _state(self, ailments: list[str]) -> dict[str, Any]:
         return {
             "config": self.config.to_mapping(),
+            "attempt": self.attempt.to_mapping(),
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "guard": self.monitoring.state(),
             "rng": torch.get_rng_state(),
             "step": self.step,
+            "position": self.position,
             "updates": self.updates,
             "skipped_steps": self.skipped_steps,
+            "skipped_in_a_row": self.skipped_in_a_row,
+            "loss_level": self._level.to_mapping(),
             "corpus": {"name": self.corpus.name, "fingerprint": self.corpus.fingerprint},
-            "healthy": self._healthy(),
+            "healthy": not ailments,
+            "ailments": ailments,
         }
 
     def _restore(self, state: dict[str, Any], path: str | Path) -> None:
@@ -240,9 +354,9 @@ class Trainer:
             )
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        torch.set_rng_state(state["rng"])
-        self.step, self.updates, self.skipped_steps = state["step"], state["updates"], state["skipped_steps"]
-        self.monitoring.begin(self.step, state["guard"])
+        self.step, self.position, self.updates = state["step"], state["position"], state["updates"]
+        self.skipped_steps, self.skipped_in_a_row = state["skipped_steps"], state["skipped_in_a_row"]
+        self._level = LossLevel(**state["loss_level"])
 
 
 @contextmanager

@@ -21,6 +21,12 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(autouse=True)
+def own_spool(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples that a test leaves behind are nobody else's."""
+    monkeypatch.setenv("FP8_SAFEGUARD_SPOOL_DIR", str(tmp_path_factory.mktemp("spool")))
+
+
 @pytest.fixture(scope="session")
 def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """24,000 bytes of made-up words: learnable, and long enough for a few epochs of nothing."""

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import os
+import pickle
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from fp8_safeguard.trainer import CheckpointError, ConfigError, OutlierDrift, TrainConfig, Trainer, checkpoint
+from fp8_safeguard.trainer.checkpoint import VERSION
 
 MakeTrainer = Callable[..., Trainer]
 SameState = Callable[[Trainer, Trainer], bool]
+
+
+def kept(folder: Path) -> list[tuple[int, bool]]:
+    """(step, healthy) of the periodic checkpoints in a folder, read from their names alone."""
+    paths = sorted(folder.glob("*.pt"))
+    return [(int(path.name[5:13]), not path.name.endswith(".unhealthy.pt")) for path in paths]
 
 
 @pytest.mark.parametrize("precision", ["fp8", "bf16"])
@@ -24,7 +36,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_last_bit(
     stopped = make_trainer(precision=precision)
     stopped.run(4)
     resumed = Trainer.load(stopped.save(tmp_path / "a.pt"))
-    assert resumed.config == stopped.config
+    assert resumed.config == replace(stopped.config, attempt="1")
     assert same_state(resumed, stopped)
     assert [(r.step, r.loss, r.gradient_norm) for r in resumed.run(9)] == [
         (r.step, r.loss, r.gradient_norm) for r in expected
@@ -113,10 +125,10 @@ def test_a_damaged_missing_or_foreign_file_is_named(make_trainer: MakeTrainer, t
     with pytest.raises(CheckpointError, match="cannot be read as a checkpoint"):
         Trainer.load(cut)
     torch.save({"version": 99}, cut)
-    with pytest.raises(CheckpointError, match="has version 99; this trainer reads version 1"):
+    with pytest.raises(CheckpointError, match=f"has version 99; this trainer reads version {VERSION}"):
         Trainer.load(cut)
-    torch.save({"version": 1, "model": {}}, cut)
-    with pytest.raises(CheckpointError, match="lacks config, corpus"):
+    torch.save({"version": VERSION, "model": {}}, cut)
+    with pytest.raises(CheckpointError, match="lacks ailments, attempt, config, corpus"):
         Trainer.load(cut)
 
 
@@ -140,30 +152,178 @@ def test_the_token_never_reaches_the_file(make_trainer: MakeTrainer, tmp_path: P
 def test_periodic_checkpoints_keep_the_newest(make_trainer: MakeTrainer, tmp_path: Path) -> None:
     trainer = make_trainer(checkpoint_dir=str(tmp_path), checkpoint_every=2, keep_checkpoints=2)
     trainer.run(7)
-    assert [(step, healthy) for step, healthy, _ in checkpoint.listed(tmp_path)] == [(4, True), (6, True)]
+    assert kept(tmp_path) == [(4, True), (6, True)]
     assert Trainer.load(checkpoint.latest(tmp_path)).step == 6
+    assert Trainer.load(tmp_path).step == 6
 
 
-def test_b102_poisoned_checkpoints_never_replace_the_last_healthy_one(
+def test_b102_poisoned_checkpoints_never_replace_healthy_ones(
     make_trainer: MakeTrainer, tmp_path: Path
 ) -> None:
     trainer = make_trainer(checkpoint_dir=str(tmp_path), checkpoint_every=5, keep_checkpoints=2)
     trainer.run(12)
-    trainer.model.head.register_hook(lambda g: g * math.nan)
+    handle = trainer.model.head.register_hook(lambda g: g * math.nan)
     trainer.run(26)
-    kept = [(step, healthy) for step, healthy, _ in checkpoint.listed(tmp_path)]
-    assert kept == [(10, True), (20, False), (25, False)]
-    assert Trainer.load(checkpoint.latest(tmp_path)).step == 10
+    # As many unhealthy ones as healthy ones stay, and none of them counts for the other kind.
+    assert kept(tmp_path) == [(5, True), (10, True), (20, False), (25, False)]
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-00000010.pt"
+    handle.remove()
+    trainer.run(35)
+    assert kept(tmp_path) == [(20, False), (25, False), (30, True), (35, True)]
 
 
-def test_b102_a_model_with_nan_weights_is_unhealthy_even_if_no_step_was_skipped(
+def test_b102_a_state_is_unhealthy_for_every_reason_that_would_spoil_a_resume(
     make_trainer: MakeTrainer, tmp_path: Path
 ) -> None:
     trainer = make_trainer()
+    trainer.run(2)
+    assert trainer.ailments() == []
+    norm = trainer.model.norm.gain
     with torch.no_grad():
-        trainer.model.norm.gain[0] = math.nan
+        norm[0] = math.nan
+    assert trainer.ailments() == ["1 parameters are not finite: norm.gain"]
+    with torch.no_grad():
+        norm[0] = 1.0
+    moment = trainer.optimizer.state[norm]["exp_avg_sq"]
+    moment[3] = math.inf
+    assert trainer.ailments() == ["1 optimizer moments are not finite: norm.gain.exp_avg_sq"]
     state = checkpoint.read(trainer.save(tmp_path / "a.pt"))
-    assert state["healthy"] is False
+    assert (state["healthy"], state["ailments"]) == (False, trainer.ailments())
+    moment[3] = 0.0
+    trainer.model.routers()["blocks.0.mlp.router"].bias_E[0] = -math.inf
+    assert trainer.ailments() == ["1 parameters are not finite: blocks.0.mlp.router.bias_E"]
+
+
+def test_b102_a_checkpoint_in_an_open_divergence_is_marked_and_the_mark_ends_with_it(
+    make_trainer: MakeTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer(
+        checkpoint_dir=str(tmp_path), checkpoint_every=5, keep_checkpoints=9, divergence_nats=0.5
+    )
+    backward = trainer._backward
+    monkeypatch.setattr(trainer, "_backward", lambda batch: backward(batch) + 4.0 * (10 <= trainer.step < 14))
+    trainer.run(45)
+    marked = [step for step, healthy in kept(tmp_path) if not healthy]
+    assert marked[0] == 15
+    assert marked == list(range(15, marked[-1] + 1, 5))
+    assert marked[-1] < 45
+    # A process that goes on from there knows of the divergence.
+    reopened = Trainer.load(tmp_path / "step-00000015.unhealthy.pt")
+    assert reopened.ailments() == checkpoint.read(tmp_path / "step-00000015.unhealthy.pt")["ailments"] != []
+
+
+def test_health_after_a_skip_survives_the_resume(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    trainer = make_trainer()
+    trainer.run(3)
+    trainer.model.head.register_hook(lambda g: g * math.nan)
+    trainer.run(5)
+    resumed = Trainer.load(trainer.save(tmp_path / "a.pt"))
+    assert resumed.ailments() == trainer.ailments() == ["the last 2 steps were skipped"]
+    resumed.run(6)
+    assert resumed.ailments() == []
+
+
+def test_a_flipped_bit_is_found_and_the_next_older_healthy_file_named(
+    make_trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    make_trainer(checkpoint_dir=str(tmp_path), checkpoint_every=2).run(6)
+    newest = tmp_path / "step-00000006.pt"
+    content = bytearray(newest.read_bytes())
+    content[len(content) // 2] ^= 1
+    newest.write_bytes(content)
+    with pytest.raises(CheckpointError) as caught:
+        Trainer.load(newest)
+    assert f"{newest} cannot be read as a checkpoint: checksum of" in str(caught.value)
+    assert str(caught.value).endswith(f"the next older healthy checkpoint is {tmp_path / 'step-00000004.pt'}")
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "zeros", "header"])
+def test_latest_passes_over_damaged_files_and_says_so(
+    make_trainer: MakeTrainer, tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    make_trainer(checkpoint_dir=str(tmp_path), checkpoint_every=2).run(6)
+    newest = tmp_path / "step-00000006.pt"
+    content = newest.read_bytes()
+    newest.write_bytes(
+        {
+            "cut": content[: len(content) // 2],
+            "empty": b"",
+            "zeros": bytes(len(content)),
+            "header": bytes(64) + content[64:],
+        }[damage]
+    )
+    with caplog.at_level(logging.WARNING, logger="fp8_safeguard"):
+        assert checkpoint.latest(tmp_path).name == "step-00000004.pt"
+    assert f"{newest} is damaged" in caplog.text
+    with pytest.raises(CheckpointError, match=r"next older healthy checkpoint is .*step-00000004\.pt"):
+        Trainer.load(newest)
+
+
+def test_rotation_keeps_the_newest_healthy_file_that_can_be_read(
+    make_trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    trainer = make_trainer()
+    for step in (5, 10, 15):
+        trainer.save(checkpoint.periodic_path(tmp_path, step, healthy=True))
+    (tmp_path / "step-00000015.pt").write_bytes(b"torn")
+    checkpoint.rotate(tmp_path, 1)
+    assert kept(tmp_path) == [(10, True), (15, True)]
+    assert checkpoint.latest(tmp_path).name == "step-00000010.pt"
+
+
+class Bomb:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
+        return os.mkdir, (str(self.path),)
+
+
+def test_a_checkpoint_cannot_run_code(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    state = checkpoint.read(make_trainer().save(tmp_path / "a.pt"))
+    ran = tmp_path / "ran"
+    torch.save({**state, "guard": Bomb(ran)}, tmp_path / "b.pt")
+    (tmp_path / "c.pt").write_bytes(pickle.dumps({**state, "guard": Bomb(ran)}))
+    for name in ("b.pt", "c.pt"):
+        with pytest.raises(CheckpointError, match="cannot be read as a checkpoint"):
+            Trainer.load(tmp_path / name)
+    assert not ran.exists()
+
+
+def test_what_a_killed_writer_left_behind_is_swept_up_once_it_is_old(
+    make_trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    old, young = tmp_path / ".step-00000001.pt.aa.tmp", tmp_path / ".step-00000002.pt.bb.tmp"
+    for path in (old, young):
+        path.write_bytes(b"half")
+    os.utime(old, (time.time() - 7200.0,) * 2)
+    make_trainer(checkpoint_dir=str(tmp_path), checkpoint_every=1).run(1)
+    assert not old.exists()
+    assert young.exists()
+
+
+def test_a_full_disk_does_not_end_the_training(
+    make_trainer: MakeTrainer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    trainer = make_trainer(checkpoint_dir=str(tmp_path), checkpoint_every=2)
+    trainer.run(3)
+    save = torch.save
+
+    def full(state: object, file: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    trainer.run(5)
+    assert "no checkpoint after step 4: [Errno 28] No space left on device" in caplog.text
+    assert kept(tmp_path) == [(2, True)]
+    monkeypatch.setattr(torch, "save", save)
+    trainer.run(6)
+    assert kept(tmp_path) == [(2, True), (6, True)]
 
 
 def test_a_folder_without_a_healthy_checkpoint_says_so(tmp_path: Path) -> None:

@@ -36,6 +36,9 @@ CONFIGS = Path(__file__).parents[2] / "configs"
         ({"server": 8000}, "server is 8000; it must be text or None"),
         ({"fault": "drift"}, "fault is 'drift'; it must be an OutlierDrift or None"),
         ({"weight_decay": float("nan")}, "weight_decay is nan"),
+        ({"recover": True}, "recover is on, but checkpoint_dir is None: give it a folder"),
+        ({"skip_limit": 0}, "skip_limit is 0; it must be at least 1"),
+        ({"divergence_nats": 0.0}, "divergence_nats is 0.0; it must be above 0 and finite"),
     ],
 )
 def test_a_wrong_value_is_named_with_what_is_allowed(changes: dict[str, object], says: str) -> None:

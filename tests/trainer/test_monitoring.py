@@ -106,10 +106,11 @@ def test_each_step_is_logged_before_it_ends(make_trainer: MakeTrainer, guards: l
         "tokens": 128.0,
     }
     kinds = [name for name, _ in guards[0].calls if name in ("log", "step", "scalar")]
-    assert kinds == ["log", "scalar", "scalar", "scalar", "scalar", "step"] * 2
+    assert kinds == ["log", "scalar", "scalar", "scalar", "scalar", "scalar", "step"] * 2
     scalars = guards[0].named("scalar")
     assert {(layer, name) for layer, name, _ in scalars} == {
-        (f"blocks.{i}.mlp.router", name) for i in range(2) for name in ("entropy", "load_max")
+        ("trainer", "skipped_steps"),
+        *((f"blocks.{i}.mlp.router", name) for i in range(2) for name in ("entropy", "load_max")),
     }
     assert all(0.0 < value <= 1.0 for _, name, value in scalars if name == "entropy")
 
@@ -120,6 +121,8 @@ def test_a_skipped_step_is_reported_too(make_trainer: MakeTrainer, guards: list[
     trainer.run(2)
     assert guards[0].named("step") == [0, 1]
     assert math.isnan(guards[0].named("log")[0]["gradient_norm"])
+    counted = [value for layer, name, value in guards[0].named("scalar") if name == "skipped_steps"]
+    assert counted == [1, 2]
 
 
 def test_lockstep_waits_bounded_after_each_sampled_step(

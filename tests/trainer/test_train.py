@@ -145,6 +145,25 @@ def test_b105_nan_in_the_last_micro_batch_only_skips_the_whole_step(make_trainer
     assert [r.skipped for r in trainer.run(3)] == [False, True, False]
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_loss_that_is_not_finite_skips_the_step_even_if_the_gradients_are(
+    make_trainer: MakeTrainer, same_state: SameState, monkeypatch: pytest.MonkeyPatch, value: float
+) -> None:
+    trainer, shorter = make_trainer(), make_trainer()
+    backward = trainer._backward
+    monkeypatch.setattr(
+        trainer, "_backward", lambda batch: backward(batch) + (value if trainer.step == 3 else 0.0)
+    )
+    reports = trainer.run(4)
+    assert [(r.skipped, math.isfinite(r.gradient_norm)) for r in reports] == [(False, True)] * 3 + [
+        (True, True)
+    ]
+    assert trainer.skipped_in_a_row == 1
+    shorter.run(3)
+    shorter.step, shorter.skipped_steps = 4, 1
+    assert same_state(trainer, shorter)
+
+
 def test_b96_a_nan_gradient_under_a_finite_loss_is_counted_and_its_layer_named(
     make_trainer: MakeTrainer, caplog: pytest.LogCaptureFixture
 ) -> None:
