@@ -62,14 +62,9 @@ class Costs:
         return sum(self.of(layer) for layer, _ in sorted(set(gemms))) / self._total
 
 
-def fallbacks(plan: Plan) -> set[tuple[str, str]]:
+def fallbacks(plan: Plan) -> frozenset[tuple[str, str]]:
     """(layer, gemm) of everything that the plan runs in BF16."""
-    found = set()
-    for entry in plan.entries:
-        if entry.action == "bf16_fallback":
-            gemms = (entry.target.gemm,) if entry.target.gemm else GEMMS
-            found |= {(entry.layer, gemm) for gemm in gemms}
-    return found
+    return plan.fallen
 
 
 def fits(share: float, budget_ratio: float) -> bool:

@@ -92,10 +92,13 @@ class Gate:
         self.proposals = {key: made for key, made in kept.items() if made.last_step >= fresh}
         self.advised = {key: last for key, last in self.state.advised.items() if last >= fresh}
 
-    def offer(self, candidate: Candidate, breaches: Mapping[str, Breach]) -> None:
-        """Make it a decision, advice, or nothing."""
+    def offer(self, candidate: Candidate, breaches: Mapping[str, Breach], *, in_bf16: bool = False) -> None:
+        """Make it a decision, advice, or nothing. in_bf16: what it is about is configured so, and is left alone."""
         if candidate.action == "advice":
             self._advise(candidate, "")
+        elif in_bf16:
+            if candidate.rule == "non-finite":
+                self._advise(candidate, "; the gemm runs in BF16 already, so the cause is not FP8")
         elif candidate.layer in self.config.pins or self._resting(candidate):
             return
         elif self._in_place(candidate):

@@ -6,16 +6,18 @@ is the last layer.
 """
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fp8_safeguard.monitor.columns import StatsTable
 from fp8_safeguard.monitor.signals import Breach
-from fp8_safeguard.monitor.slots import GEMM_OPERANDS, GEMMS, Slot
+from fp8_safeguard.monitor.slots import GEMMS, Slot, reads
 from fp8_safeguard.monitor.thresholds import Threshold
 
 RULE = Threshold(
@@ -24,6 +26,15 @@ RULE = Threshold(
     watch=0.0,
     origin="a healthy tensor holds none; one isolated sample alerts, two in a row act",
 )
+
+
+BROKEN = Threshold(
+    rule="nonfinite-statistics",
+    metric="sum_sq_err",
+    watch=0.0,
+    origin="sums over finite elements are finite: the result or its measurement overflowed",
+)
+_SUMS = ("sum_sq_err", "sum_sq_q", "sum_sq", "amax", "sum_4th")
 
 
 @dataclass(frozen=True)
@@ -83,6 +94,20 @@ def find_origin(slots: Sequence[Slot], indices: Sequence[int], counts: NDArray[n
     )
 
 
+def broken_sums(slots: Sequence[Slot], table: StatsTable) -> list[Breach]:
+    """Slots that report no NaN or Inf element and yet a sum that is none: no metric can be derived from it."""
+    columns, nulls = table.columns, table.nulls
+    clean = (columns["nan"] + columns["inf"]) == 0
+    found: dict[int, Breach] = {}
+    for name in _SUMS:
+        bad = ~np.isfinite(columns[name]) & ~nulls[name] & clean
+        for at in np.flatnonzero(bad).tolist():
+            if at not in found and slots[at].variant is None:
+                rule = replace(BROKEN, metric=name)
+                found[at] = Breach(rule, slots[at], float(columns[name][at]), "watch", math.inf, True)
+    return list(found.values())
+
+
 def _is_forward(slot: Slot) -> bool:
     return slot.gemm == "fprop" or slot.operand in ("x", "w")
 
@@ -96,14 +121,6 @@ def _gemms(bad: Sequence[Slot], forward: bool) -> tuple[str, ...]:
         gemm for slot in bad for gemm in GEMMS if slot.operand and reads(gemm, slot.operand, slot.layout)
     }
     return tuple(gemm for gemm in GEMMS if gemm in named)
-
-
-def reads(gemm: str, operand: str, layout: str | None) -> bool:
-    """Whether a gemm reads that operand in that layout (or in any, where no gemm reads that layout)."""
-    users = [name for name in GEMMS if (operand, layout) in GEMM_OPERANDS[name]]
-    if users:
-        return gemm in users
-    return any(operand == name for name, _ in GEMM_OPERANDS[gemm])
 
 
 def _layer_order(

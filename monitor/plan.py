@@ -7,6 +7,7 @@ changes nothing. A decision is one audited change of it.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Self
 
 from fp8_safeguard.monitor.numbers import encode_number
@@ -94,7 +95,7 @@ class PlanEntry:
         if self.expires_step is not None and not is_count(self.expires_step):
             raise PlanError(f"expires_step is a step, 0 or above, or null, not {self.expires_step!r}")
 
-    @property
+    @cached_property
     def place(self) -> tuple[str, str, str]:
         """What this entry decides; a plan holds one entry for each place."""
         return (self.layer, self.target.key, self.action)
@@ -231,8 +232,21 @@ class Plan:
 
     def find(self, layer: str, target: Target, action: str) -> PlanEntry | None:
         """The entry at that place, if any."""
-        place = (layer, target.key, action)
-        return next((entry for entry in self.entries if entry.place == place), None)
+        return self._by_place.get((layer, target.key, action))
+
+    @cached_property
+    def _by_place(self) -> Mapping[tuple[str, str, str], PlanEntry]:
+        return {entry.place: entry for entry in self.entries}
+
+    @cached_property
+    def fallen(self) -> frozenset[tuple[str, str]]:
+        """(layer, gemm) of everything that the plan runs in BF16."""
+        return frozenset(
+            (entry.layer, gemm)
+            for entry in self.entries
+            if entry.action == "bf16_fallback"
+            for gemm in ((entry.target.gemm,) if entry.target.gemm else GEMMS)
+        )
 
     def _replaced(self, entries: tuple[PlanEntry, ...]) -> "Plan":
         if entries == self.entries:

@@ -20,13 +20,14 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from fp8_safeguard.monitor.alerts import Alert, Evidence, follow_alerts, follow_evidence
+from fp8_safeguard.monitor.alerts import Alert, AnyBreach, Evidence, follow_alerts, follow_evidence
 from fp8_safeguard.monitor.budget import fallbacks
 from fp8_safeguard.monitor.columns import StatsTable, merge_tables
 from fp8_safeguard.monitor.gate import Gate, PolicyConfig, PolicyConfigError, change_of
 from fp8_safeguard.monitor.nonfinite import RULE as NON_FINITE
-from fp8_safeguard.monitor.nonfinite import Origin, find_origin, layer_of
+from fp8_safeguard.monitor.nonfinite import Origin, broken_sums, find_origin, layer_of
 from fp8_safeguard.monitor.plan import Decision, PlanEntry
+from fp8_safeguard.monitor.precision import BF16
 from fp8_safeguard.monitor.remedies import (
     Candidate,
     fallback_candidates,
@@ -35,6 +36,8 @@ from fp8_safeguard.monitor.remedies import (
     pair_up,
     scale_candidates,
 )
+from fp8_safeguard.monitor.runwatch import run_breaches, says_something
+from fp8_safeguard.monitor.shadow import Shadow
 from fp8_safeguard.monitor.signals import (
     Breach,
     Measures,
@@ -119,12 +122,16 @@ def decide(
     origin = find_origin(step.slots, step.indices, measures["nonfinite_count"])
     if origin is not None:
         breaches[origin.key] = origin.breach(_nonfinite_severity(origin, state, step, config))
-    evidence = follow_evidence(state.evidence, breaches, _observer(compiled), step.step, config.clear_samples)
+    falls = _scale_falls(state, step)
+    everything = _with_watched(breaches, step, state, falls)
+    observed = _observer(compiled, step, falls)
+    evidence = follow_evidence(state.evidence, everything, observed, step.step, config.clear_samples)
+    shadow = Shadow(compiled, measures, breaches, fallbacks(state.plan))
     current = replace(
         state,
         last_step=step.step,
         evidence=evidence,
-        alerts=follow_alerts(state.alerts, evidence, breaches, step.step, config.hysteresis),
+        alerts=_alerts(state, evidence, everything, shadow, step.step, config),
         costs=state.costs.learned(step.slots, step.stats),
         loss_scale=step.run.get("loss_scale"),
     )
@@ -136,7 +143,7 @@ def decide(
     ]
     gate = Gate(current, config, step.step, step.plan_version, evidence)
     for candidate in sorted(candidates, key=lambda candidate: candidate.order):
-        gate.offer(candidate, breaches)
+        gate.offer(candidate, breaches, in_bf16=shadow.configured(candidate.layer, candidate.target) == BF16)
     probation = _restore(gate, compiled, measures, breaches, origin)
     history = current.history
     if origin is None:
@@ -206,8 +213,46 @@ def _worst_of_each_key(found: Iterable[Breach]) -> dict[str, Breach]:
     return worst
 
 
-def _observer(compiled: SlotList) -> Callable[[str], bool]:
+def _with_watched(
+    breaches: Mapping[str, Breach], step: StepObservation, state: PolicyState, scale_falls: bool
+) -> dict[str, AnyBreach]:
+    """With what is for people only: sums that are none, and the run's own values."""
+    rows = {key: old.watch for key, old in state.evidence.items() if not old.clear}
+    spoken_of = {breach.slot.key for breach in breaches.values()}
+    found = (breach for breach in broken_sums(step.slots, step.stats) if breach.slot.key not in spoken_of)
+    broken = {breach.key: breach for breach in found}
+    return {**breaches, **broken, **run_breaches(step.run, rows, scale_falls=scale_falls)}
+
+
+def _alerts(
+    state: PolicyState,
+    evidence: Mapping[str, Evidence],
+    breaches: Mapping[str, AnyBreach],
+    shadow: Shadow,
+    step: int,
+    config: PolicyConfig,
+) -> dict[str, Alert]:
+    """Open alerts after a step. What a gemm would do in FP8 that the plan has taken out of it is no news."""
+    known = {signal.key for alert in state.alerts.values() for signal in alert.live}
+    told = {
+        key: breach
+        for key, breach in breaches.items()
+        if key in known or breach.place is None or not shadow.fallen(breach.place)
+    }
+    return follow_alerts(state.alerts, evidence, told, step, config.hysteresis, shadow.what_if)
+
+
+def _scale_falls(state: PolicyState, step: StepObservation) -> bool:
+    """A gradient scaler looks for its scale by overflowing: that is its way, not a fault."""
+    scale = step.run.get("loss_scale")
+    return scale is not None and state.loss_scale is not None and scale < state.loss_scale
+
+
+def _observer(compiled: SlotList, step: StepObservation, scale_falls: bool) -> Callable[[str], bool]:
     def observed(key: str) -> bool:
+        of_run = says_something(key, step.run, scale_falls=scale_falls)
+        if of_run is not None:
+            return of_run
         rule, _, family = key.partition("|")
         return layer_of(key) in compiled.layers if rule == NON_FINITE.rule else family in compiled.families
 
@@ -220,9 +265,7 @@ def _nonfinite_severity(
     """act once the place has been the origin in enough consecutive samples."""
     before = state.evidence.get(origin.key)
     samples = before.watch + 1 if before is not None and before.clear == 0 else 1
-    scale = step.run.get("loss_scale")
-    if not origin.forward and scale is not None and state.loss_scale is not None and scale < state.loss_scale:
-        # A gradient scaler looks for its scale by overflowing: that is its way, not a fault.
+    if not origin.forward and _scale_falls(state, step):
         return "watch"
     return "act" if samples >= config.nonfinite_samples else "watch"
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fp8_safeguard.monitor.alerts import Evidence
-from fp8_safeguard.monitor.nonfinite import Origin, reads
+from fp8_safeguard.monitor.nonfinite import Origin
 from fp8_safeguard.monitor.plan import Target
 from fp8_safeguard.monitor.signals import Breach
-from fp8_safeguard.monitor.slots import GEMMS, Slot
+from fp8_safeguard.monitor.slots import GEMMS, Slot, gemm_slot, gemms_of
 
 ACT_SAMPLES = 2
 """Consecutive samples at the act level that lead to a fallback, unless one is beyond the rule's instant level."""
@@ -126,8 +126,8 @@ def fallback_candidates(
         at_once = breach.instant or _flushed_wgrad(breach, breaches)
         if evidence[key].act < ACT_SAMPLES and not at_once:
             continue
-        for gemm in _gemms_of(breach.slot):
-            if rule.remedy != "fallback" and Slot(breach.slot.layer, gemm=gemm).family in families:
+        for gemm in gemms_of(breach.slot):
+            if rule.remedy != "fallback" and gemm_slot(breach.slot.layer, gemm).family in families:
                 continue
             found.append(
                 Candidate(
@@ -156,12 +156,6 @@ def nonfinite_candidates(origin: Origin) -> list[Candidate]:
         Candidate(target=Target(gemm=gemm), action="bf16_fallback", priority=0, because=because, **common)
         for gemm in origin.gemms
     ]
-
-
-def _gemms_of(slot: Slot) -> tuple[str, ...]:
-    if slot.gemm is not None:
-        return (slot.gemm,)
-    return tuple(gemm for gemm in GEMMS if reads(gemm, slot.operand or "", slot.layout))
 
 
 def _flushed_wgrad(breach: Breach, breaches: Breaches) -> bool:

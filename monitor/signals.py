@@ -4,6 +4,7 @@ What depends only on the slot list and the preset (which rule speaks about which
 once and remembered; a step then costs one derived metric and two comparisons a rule.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -48,6 +49,16 @@ class Breach:
         return self.group or f"{self.rule.rule}|{self.slot.family}"
 
     @property
+    def place(self) -> Slot:
+        """Where it was measured."""
+        return self.slot
+
+    @property
+    def layer(self) -> str:
+        """The layer's name."""
+        return self.slot.layer
+
+    @property
     def rank(self) -> tuple[Any, ...]:
         """Orders breaches of one key by how bad they are."""
         return (self.severity == "act", self.instant, self.excess, self.slot.key)
@@ -60,7 +71,8 @@ class Breach:
         if not self.rule.above:
             # A cosine: compare the distances from 1.
             return float((1.0 - self.value) / (1.0 - self.limit))
-        return self.value / self.limit
+        # Where nothing at all is allowed, or the value is no number, there is no telling how far it is beyond.
+        return self.value / self.limit if self.limit and math.isfinite(self.value) else math.inf
 
 
 @dataclass(frozen=True)
@@ -86,6 +98,8 @@ class SlotList:
     """History keys, of the slots that have their own history (no expert: its identity changes)."""
     own: NDArray[np.intp]
     """Positions of those."""
+    gemms: tuple[int, ...]
+    """Positions of the GEMMs' slots."""
     is_gemm: NDArray[np.bool_]
     """[own] whether each is a GEMM."""
     own_row: Mapping[str, int]
@@ -106,6 +120,7 @@ def compile_slots(slots: tuple[Slot, ...], preset: Preset) -> SlotList:
         layers=frozenset(slots[position].layer for position in real),
         keys=tuple(slots[position].key for position in own),
         own=np.array(own, dtype=np.intp),
+        gemms=tuple(position for position in real if slots[position].gemm is not None),
         is_gemm=np.array([slots[position].gemm is not None for position in own], dtype=bool),
         own_row={slots[position].key: row for row, position in enumerate(own)},
     )

@@ -12,7 +12,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Self
 
 OPERANDS = ("x", "w", "dy")
@@ -110,6 +110,30 @@ class Slot:
 
 
 _OPTIONAL = ("operand", "layout", "gemm", "expert", "variant", "fmt")
+
+
+@lru_cache(maxsize=4096)
+def gemm_slot(layer: str, gemm: str) -> Slot:
+    """The slot of a layer's recomputed GEMM; the same object each time, so its key is made once."""
+    return Slot(layer, gemm=gemm)
+
+
+def reads(gemm: str, operand: str, layout: str | None) -> bool:
+    """Whether a gemm reads that operand in that layout (or in any, where no gemm reads that layout)."""
+    users = [name for name in GEMMS if (operand, layout) in GEMM_OPERANDS[name]]
+    if users:
+        return gemm in users
+    return any(operand == name for name, _ in GEMM_OPERANDS[gemm])
+
+
+def gemms_of(slot: Slot) -> tuple[str, ...]:
+    """The gemms that a slot speaks of: its own, or those that read the operand."""
+    return (slot.gemm,) if slot.gemm is not None else _readers(slot.operand or "", slot.layout)
+
+
+@lru_cache(maxsize=16)
+def _readers(operand: str, layout: str | None) -> tuple[str, ...]:
+    return tuple(gemm for gemm in GEMMS if reads(gemm, operand, layout))
 
 
 def slots_id(slots: Iterable[Slot]) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from fp8_safeguard.monitor.alerts import Alert, Evidence
+from fp8_safeguard.monitor.alerts import Alert, Evidence, join_alerts
 from fp8_safeguard.monitor.budget import Costs
 from fp8_safeguard.monitor.history import History
 from fp8_safeguard.monitor.numbers import decode_number, encode_number
@@ -87,7 +87,7 @@ class PolicyState:
         return cls(
             last_step=stored["last_step"],
             plan=Plan.from_wire(stored["plan"]),
-            alerts={key: Alert.from_dict(alert) for key, alert in stored["alerts"].items()},
+            alerts=join_alerts(Alert.from_dict(alert) for alert in stored["alerts"].values()),
             evidence={key: Evidence(*numbers) for key, numbers in stored["evidence"].items()},
             history=History.from_dict(stored["history"]),
             changes={key: Change(**change) for key, change in stored["changes"].items()},

@@ -8,14 +8,28 @@ from importlib.metadata import version
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
-from fp8_safeguard.server import problems
+from fp8_safeguard.server import openapi, problems
+from fp8_safeguard.server.addresses import PlainAddresses
 from fp8_safeguard.server.context import Context
 from fp8_safeguard.server.events import Broadcast
+from fp8_safeguard.server.gate import Gate
 from fp8_safeguard.server.metrics import IngestMeters, RunCollector
 from fp8_safeguard.server.migrate import upgrade
-from fp8_safeguard.server.routes import alerts, decisions, events, health, ingest, pages, queries, runs
+from fp8_safeguard.server.routes import (
+    alerts,
+    decisions,
+    drilldown,
+    events,
+    health,
+    ingest,
+    login,
+    pages,
+    queries,
+    runs,
+)
 from fp8_safeguard.server.settings import Settings, check_bind
 from fp8_safeguard.server.store import open_store
+from fp8_safeguard.server.tokens import stored_token
 
 API_PREFIX = "/api/v1"
 
@@ -30,7 +44,7 @@ def create_app(
 
     Raises InsecureBindError for a public address without a token, StoreError for a store that cannot be used.
     """
-    check_bind(settings)
+    check_bind(settings, lambda: stored_token(settings, clock))
     store = open_store(settings, clock)
     upgrade(store)
     meters = IngestMeters()
@@ -52,10 +66,13 @@ def create_app(
     )
     app.state.context = context
     app.state.store = store
+    app.state.gate = Gate(max_body_bytes=settings.max_body_bytes, wait_seconds=settings.busy_timeout_seconds)
     app.state.registry = registry if registry is not None else CollectorRegistry()
     app.state.registry.register(meters)
     app.state.registry.register(RunCollector(store, settings))
     problems.install(app)
+    openapi.install(app)
+    app.add_middleware(PlainAddresses)
     _include_routes(app)
     return app
 
@@ -70,6 +87,8 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 def _include_routes(app: FastAPI) -> None:
     app.include_router(health.router)
     # `/runs/{run}:kill-switch` goes before `/runs/{run}`, which would match it too.
-    for part in (ingest, decisions, alerts, runs, queries, events):
+    for part in (ingest, decisions, alerts, runs, queries, drilldown, events):
         app.include_router(part.router, prefix=API_PREFIX)
+    app.include_router(drilldown.pages)
+    app.include_router(login.router)
     app.include_router(pages.router)

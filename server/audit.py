@@ -1,19 +1,18 @@
-"""Rows behind decisions and alerts: what was decided, raised, sent and applied."""
+"""Rows behind decisions: what was decided, sent and applied."""
 
 import json
 from collections.abc import Iterable
 from typing import Any
 
-from sqlalchemy import Connection, Row, bindparam, select
+from sqlalchemy import Connection, Row, select
 
-from fp8_safeguard.monitor.alerts import Alert
 from fp8_safeguard.monitor.plan import Decision, Plan
 from fp8_safeguard.monitor.policy import PolicyState
 from fp8_safeguard.monitor.wire import Sample
 from fp8_safeguard.server.answers import strict_dumps
-from fp8_safeguard.server.auditview import alert_item, decision_item
+from fp8_safeguard.server.auditview import decision_item
 from fp8_safeguard.server.events import Event
-from fp8_safeguard.server.tables import alerts, decisions, pins
+from fp8_safeguard.server.tables import decisions, pins
 
 
 def record_decisions(
@@ -93,81 +92,6 @@ def refreshed(conn: Connection, shown: list[dict[str, Any]]) -> list[dict[str, A
     rows = conn.execute(select(decisions).where(decisions.c.id.in_(names))).all() if names else []
     by_name = {row.id: decision_item(row) for row in rows}
     return [by_name[name] for name in names]
-
-
-def record_alerts(
-    conn: Connection, run: Row[Any], attempt_id: int, before: PolicyState, after: PolicyState, now: float
-) -> list[dict[str, Any]]:
-    """Store what opened, changed and closed between two states; the newly opened or worsened ones."""
-    opened = {key: alert for key, alert in after.alerts.items() if key not in before.alerts}
-    old = {key: before.alerts[key] for key in after.alerts if key not in opened}
-    changed = {key: after.alerts[key] for key, alert in old.items() if alert != after.alerts[key]}
-    worse = [key for key in changed if (old[key].severity, changed[key].severity) == ("watch", "act")]
-    _update(conn, run, changed)
-    close_alerts(conn, run, [key for key in before.alerts if key not in after.alerts])
-    raised = _open(conn, run, attempt_id, opened, now)
-    return [*raised, *(alert_item(row, run.name, now) for row in _stored(conn, run, worse))]
-
-
-def begin_attempt(conn: Connection, run: Row[Any], attempt_id: int, state: PolicyState, now: float) -> None:
-    """Open exactly the alerts, and keep exactly the proposals, that the attempt starts with."""
-    mine = select(alerts.c.key).where(alerts.c.run_id == run.id, alerts.c.state == "open")
-    stored = set(conn.execute(mine).scalars())
-    close_alerts(conn, run, sorted(stored - state.alerts.keys()))
-    missing = {key: alert for key, alert in state.alerts.items() if key not in stored}
-    _open(conn, run, attempt_id, missing, now)
-    kept = [made.decision_id for made in state.proposals.values()]
-    asked = (decisions.c.run_id == run.id, decisions.c.state == "proposed", decisions.c.action != "advice")
-    conn.execute(decisions.update().where(*asked, decisions.c.id.not_in(kept)).values(state="expired"))
-
-
-def close_alerts(conn: Connection, run: Row[Any], keys: list[str]) -> None:
-    """Resolve open alerts."""
-    if keys:
-        close = alerts.update().where(*_is_open(run)).values(state="resolved")
-        conn.execute(close, [{"open_key": key} for key in keys])
-
-
-def _is_open(run: Row[Any]) -> tuple[Any, ...]:
-    """The open alert of a run under the parameter `open_key`."""
-    return (alerts.c.run_id == run.id, alerts.c.state == "open", alerts.c.key == bindparam("open_key"))
-
-
-def _open(
-    conn: Connection, run: Row[Any], attempt_id: int, opened: dict[str, Alert], now: float
-) -> list[dict[str, Any]]:
-    common = {"run_id": run.id, "attempt_id": attempt_id, "state": "open", "created_at": now}
-    rows = [{**common, "key": key, **_changing(alert)} for key, alert in opened.items()]
-    if not rows:
-        return []
-    insert = alerts.insert().returning(*alerts.c, sort_by_parameter_order=True)
-    return [alert_item(row, run.name, now) for row in conn.execute(insert, rows)]
-
-
-def _update(conn: Connection, run: Row[Any], changed: dict[str, Alert]) -> None:
-    # One prepared statement for all: a run in trouble has hundreds of open alerts, each new at every step.
-    rows = [
-        {"open_key": key, **{f"new_{name}": value for name, value in _changing(alert).items()}}
-        for key, alert in changed.items()
-    ]
-    if rows:
-        names = ("rule", "severity", "layer", "body")
-        values: dict[str, Any] = {name: bindparam(f"new_{name}") for name in names}
-        conn.execute(alerts.update().where(*_is_open(run)).values(values), rows)
-
-
-def _stored(conn: Connection, run: Row[Any], keys: list[str]) -> list[Row[Any]]:
-    query = select(alerts).where(*_is_open(run))
-    return [conn.execute(query, {"open_key": key}).one() for key in keys]
-
-
-def _changing(alert: Alert) -> dict[str, Any]:
-    return {
-        "rule": alert.rule,
-        "severity": alert.severity,
-        "layer": alert.layer,
-        "body": strict_dumps(alert.to_dict()),
-    }
 
 
 def pinned_layers(conn: Connection, run_id: int) -> frozenset[str]:

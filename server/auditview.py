@@ -1,10 +1,14 @@
 """Decisions, alerts and the plan as lists."""
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 from sqlalchemy import Connection, Row, Select, select
 
+from fp8_safeguard.monitor.plan import DECISION_STATES
+from fp8_safeguard.server.alertlog import STATES, is_silenced
+from fp8_safeguard.server.choices import check_choice
 from fp8_safeguard.server.paging import DEFAULT_PAGE, decode_token, encode_token
 from fp8_safeguard.server.runlookup import find_run
 from fp8_safeguard.server.runview import rfc3339
@@ -32,8 +36,9 @@ def decisions(
     page_size: int = DEFAULT_PAGE,
     page_token: str | None = None,
 ) -> dict[str, Any]:
-    """Decisions of a run, the newest first."""
+    """Decisions of a run, the newest first. Raises Problem 404 or 422."""
     row = find_run(conn, run)
+    check_choice("state", state, DECISION_STATES)
     query = select(decision_table).where(decision_table.c.run_id == row.id)
     if state is not None:
         query = query.where(decision_table.c.state == state)
@@ -54,32 +59,63 @@ def alerts(
     run: str,
     *,
     state: str | None = None,
+    layer: str | None = None,
     page_size: int = DEFAULT_PAGE,
     page_token: str | None = None,
 ) -> dict[str, Any]:
-    """Alerts of a run, the newest first; state open or resolved."""
+    """Alerts of a run, the newest first; state open, held or resolved. Raises Problem 404 or 422."""
     row = find_run(conn, run)
+    check_choice("state", state, STATES)
     query = select(alert_table).where(alert_table.c.run_id == row.id)
     if state is not None:
         query = query.where(alert_table.c.state == state)
+    if layer is not None:
+        query = query.where(alert_table.c.layer == layer)
     rows, token = _page(conn, query, alert_table.c.id, page_size, page_token)
     now = freshness_of(conn)[0]
     return {"items": [alert_item(found, row.name, now) for found in rows], "next_page_token": token}
 
 
+def alert_items(conn: Connection, run: Row[Any], numbers: Iterable[int]) -> list[dict[str, Any]]:
+    """Alerts by row id, in that order, each once."""
+    wanted = list(dict.fromkeys(numbers))
+    if not wanted:
+        return []
+    now = freshness_of(conn)[0]
+    found = conn.execute(select(alert_table).where(alert_table.c.id.in_(wanted))).all()
+    rows = {row.id: row for row in found}
+    return [alert_item(rows[number], run.name, now) for number in wanted]
+
+
 def alert_item(row: Row[Any], run: str, now: float) -> dict[str, Any]:
     """An alert from its row."""
+    body = json.loads(row.body)
     return {
-        **json.loads(row.body),
+        "scope": "layer",
+        "what_if": False,
+        **body,
+        "first_step": body["first_step"] if row.first_step is None else row.first_step,
+        "step": body["step"] if row.raised_step is None else row.raised_step,
+        "reopened_step": body["step"] if row.occurrences > 1 else None,
+        "slots": body.get("slots") or [{name: body[name] for name in _SLOT_FIELDS}],
         "id": row.id,
         "run": run,
         "state": row.state,
+        "occurrences": row.occurrences,
         "created": rfc3339(row.created_at),
         "acknowledged_by": row.acknowledged_by,
         "acknowledged": rfc3339(row.acknowledged_at),
-        "silenced": row.silenced_until is not None and row.silenced_until > now,
+        "silenced": is_silenced(row.silenced_until, now),
+        "silenced_by": row.silenced_by,
         "silenced_until": rfc3339(row.silenced_until),
+        "resolved": rfc3339(row.resolved_at),
+        "resolved_by": row.resolved_by,
+        "resolved_reason": row.resolved_reason,
     }
+
+
+_SLOT_FIELDS = ("severity", "slot", "metric", "value", "threshold", "origin", "first_step", "last_step")
+"""What an alert of the first schema, which had one slot, says of it."""
 
 
 def _page(

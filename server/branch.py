@@ -6,7 +6,8 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Row, select
 
-from fp8_safeguard.server.tables import attempts, samples
+from fp8_safeguard.server.problems import not_found, short
+from fp8_safeguard.server.tables import attempts, runs, samples
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,8 +20,23 @@ class Segment:
     """Last step for which it may speak; None for the newest attempt."""
 
 
+def viewed(conn: Connection, run: str, attempt: str) -> Connection:
+    """The connection, for which that attempt is the live one, whichever came after it. Raises Problem 404."""
+    row = conn.execute(
+        select(attempts.c.id, attempts.c.run_id)
+        .join(runs, runs.c.id == attempts.c.run_id)
+        .where(runs.c.name == run, attempts.c.name == attempt)
+    ).one_or_none()
+    if row is None:
+        raise not_found(
+            "attempt-not-found",
+            f"run {short(run)} has no attempt {short(attempt)}; GET /api/v1/runs/{{run}}/attempts lists them",
+        )
+    return conn.execution_options(fp8_safeguard_attempt=(row.run_id, row.id))
+
+
 def live_branch(conn: Connection, run_id: int) -> tuple[Segment, ...]:
-    """The newest attempt and its ancestors, newest first; each ancestor ends before its child's first own step."""
+    """The newest attempt (or the one viewed) and its ancestors, newest first; each ends before its child's first step."""
     found = conn.execute(
         select(attempts.c.id, attempts.c.name, attempts.c.parent, attempts.c.from_step)
         .where(attempts.c.run_id == run_id)
@@ -28,7 +44,10 @@ def live_branch(conn: Connection, run_id: int) -> tuple[Segment, ...]:
     ).all()
     by_name = {row.name: row for row in found}
     branch: list[Segment] = []
+    of_run, chosen = conn.get_execution_options().get("fp8_safeguard_attempt", (None, None))
     current = found[-1] if found else None
+    if of_run == run_id:
+        current = next((row for row in found if row.id == chosen), current)
     upto: int | None = None
     while current is not None:
         branch.append(Segment(attempt_id=current.id, upto=upto))

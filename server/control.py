@@ -8,6 +8,7 @@ from typing import Any
 from sqlalchemy import Connection, Row, func, select
 
 from fp8_safeguard.monitor import policy
+from fp8_safeguard.monitor.document import escape
 from fp8_safeguard.monitor.formats import ScaleError, check_multiplier
 from fp8_safeguard.monitor.plan import ACTIONS, Decision, PlanError, Target, is_finite_number
 from fp8_safeguard.monitor.policy import PolicyState
@@ -19,12 +20,13 @@ from fp8_safeguard.server.auditview import decision_item
 from fp8_safeguard.server.deciding import config_of
 from fp8_safeguard.server.events import Event
 from fp8_safeguard.server.policystore import load_state, save_state
-from fp8_safeguard.server.problems import Problem, invalid, not_found
+from fp8_safeguard.server.problems import Problem, invalid, not_found, short
 from fp8_safeguard.server.runlookup import find_run
 from fp8_safeguard.server.tables import attempts, decisions, pins, run_slot_lists, runs, samples, slot_lists
 
 Answer = tuple[dict[str, Any], list[Event]]
 PERSON = "person"
+_LONGEST_QUOTE = 200
 _NAMES = {"scale_rounding": ("fp32", "pow2"), "format": ("e4m3", "e5m2")}
 """Actions whose value is one of these."""
 _ON_OPERANDS = ("scale_multiplier", "scale_rounding", "format", "amax_history", "margin")
@@ -39,10 +41,15 @@ def change_run(conn: Connection, run: str, changes: Mapping[str, Any], now: floa
         "thresholds": tuple(PRESETS),
         "ended": (True, False),
     }
-    errors = [(f"/{name}", f"{name!r} cannot be changed") for name in changes if name not in allowed]
+    wrong = [name for name in changes if name not in allowed]
+    errors = [(f"/{escape(name[:_LONGEST_QUOTE])}", f"{short(name)} cannot be changed") for name in wrong]
     for name, known in allowed.items():
-        if name in changes and not any(changes[name] is value or changes[name] == value for value in known):
-            errors.append((f"/{name}", f"{changes[name]!r} is not one of {', '.join(map(str, known))}"))
+        # By type, too: 1 is equal to true.
+        if name in changes and not any(
+            type(changes[name]) is type(value) and changes[name] == value for value in known
+        ):
+            named = ", ".join(str(value).lower() if isinstance(value, bool) else value for value in known)
+            errors.append((f"/{name}", f"{short(changes[name])} is not one of {named}"))
     if errors or not changes:
         detail = (
             "; ".join(message for _, message in errors)

@@ -11,7 +11,8 @@ from fp8_safeguard.monitor.columns import merge_tables
 from fp8_safeguard.monitor.numbers import decode_number
 from fp8_safeguard.monitor.policy import PolicyConfig, PolicyState, StepObservation, decide
 from fp8_safeguard.monitor.wire import Sample
-from fp8_safeguard.server import audit, slotlists
+from fp8_safeguard.server import alertlog, audit, slotlists
+from fp8_safeguard.server.auditview import alert_items
 from fp8_safeguard.server.branch import visible_rows
 from fp8_safeguard.server.events import Event
 from fp8_safeguard.server.packing import Packed
@@ -61,28 +62,39 @@ def _decide_ready(conn: Connection, run: Row[Any], attempt: Row[Any], raised: Ra
     ready = _ready_steps(conn, attempt, state.last_step)
     if not ready and not fresh:
         return
-    if fresh:
-        audit.begin_attempt(conn, run, attempt.id, state, now)
+    changes = [alertlog.begin_attempt(conn, run, attempt, state, now)] if fresh else []
     config = config_of(conn, run)
     begun = state
     for step in ready:
         before = state
         state, made = decide(state, observation_of(conn, run, attempt.id, step), config)
-        raised.alerts += audit.record_alerts(conn, run, attempt.id, before, state, now)
+        changes.append(alertlog.record_alerts(conn, run, attempt.id, before, state, now))
         raised.decisions += audit.record_decisions(conn, run, made, state.plan.version, now)
         audit.expire_proposals(conn, before, state)
-    save_state(conn, run, attempt.id, state, config)
-    raised.events += _events(run, raised, begun, state)
+    moved = save_state(conn, run, attempt.id, state, config)
+    raised.alerts = alert_items(conn, run, (number for change in changes for number in change.raised))
+    others = (number for change in changes for number in change.changed)
+    shown = [*raised.alerts, *alert_items(conn, run, (*others, *moved))]
+    raised.events += _events(conn, run, raised, shown, begun, state)
 
 
-def _events(run: Row[Any], raised: Raised, before: PolicyState, after: PolicyState) -> list[Event]:
+def _events(
+    conn: Connection,
+    run: Row[Any],
+    raised: Raised,
+    alerts: list[dict[str, Any]],
+    before: PolicyState,
+    after: PolicyState,
+) -> list[Event]:
     events = [Event(run=run.name, kind="decision", data=item) for item in raised.decisions]
-    events += [Event(run=run.name, kind="alert", data=item) for item in raised.alerts]
+    told = {item["id"]: item for item in alerts}
+    events += [Event(run=run.name, kind="alert", data=item) for item in told.values()]
     if after.plan.version != before.plan.version:
         events.append(Event(run=run.name, kind="plan", data=after.plan.to_wire()))
-    if after.alerts.keys() != before.alerts.keys() or events:
+    if events:
         severities = sorted({alert.severity for alert in after.alerts.values()})
-        state = {"last_step": after.last_step, "open_alerts": len(after.alerts), "severities": severities}
+        counts = alertlog.count_alerts(conn, run.id)
+        state = {"last_step": after.last_step, "open_alerts": counts.open, "severities": severities}
         events.append(Event(run=run.name, kind="state", data=state))
     return events
 

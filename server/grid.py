@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -50,6 +51,8 @@ class Selection:
     expert: int | None = None
     variant: str | None = None
     gradients: bool = False
+    operands: bool = False
+    """Leaves recomputed GEMMs out: they have no blocks, so what is made of histograms is null there."""
 
     def has(self, slot: Slot) -> bool:
         """True where the slot belongs to the query; a what-if only where it is asked for by name."""
@@ -62,7 +65,12 @@ class Selection:
             and self.expert in (None, slot.expert)
             and slot.variant == self.variant
             and (not self.gradients or is_gradient(tensor))
+            and not (self.operands and slot.gemm)
         )
+
+
+_Places = tuple[NDArray[np.intp], NDArray[np.intp]]
+"""(slots, tensors): which slot of a list is part of which tensor."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +80,8 @@ class _Bundle:
     rows: list[Row[Any]]
     steps_B: NDArray[np.intp]
     slots: int
-    aggregate: tuple[NDArray[np.intp], NDArray[np.intp]]
-    experts: tuple[NDArray[np.intp], NDArray[np.intp]]
+    aggregate: _Places
+    experts: _Places
 
     def packed(self) -> Packed:
         return Packed([row.columns for row in self.rows], [row.histograms for row in self.rows], self.slots)
@@ -130,32 +138,41 @@ class Grid:
 
     def _merge(self, name: str) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
         shape = (*self.shape, HISTOGRAM_BINS) if name == HISTOGRAM else self.shape
-        total = np.full(shape, _neutral(name))
-        present = np.zeros(self.shape, dtype=np.bool_)
+        merged: tuple[NDArray[np.float64], NDArray[np.bool_]] | None = None
         for bundles in self._by_group.values():
             values, known = self._merge_group(name, bundles, shape)
-            total = np.maximum(total, values) if name == "amax" else total + values
-            present |= known
+            if merged is None:
+                merged = values, known
+                continue
+            total, present = merged
+            merged = (np.maximum(total, values) if name == "amax" else total + values), present | known
+        total, present = merged or (np.zeros(shape), np.zeros(self.shape, dtype=np.bool_))
         total[~present] = np.nan
         return total.reshape(-1, *shape[2:]), ~present.reshape(-1)
 
     def _merge_group(
         self, name: str, bundles: list[tuple[_Bundle, Packed]], shape: tuple[int, ...]
     ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-        sums = {
-            kind: (np.full(shape, _neutral(name)), np.zeros(self.shape, dtype=np.bool_))
-            for kind in ("own", "experts")
-        }
+        own = self._sum_of(name, [(bundle, packed, bundle.aggregate) for bundle, packed in bundles], shape)
+        # Most runs have no experts: an array of histograms less to fill and to choose from.
+        if not any(len(bundle.experts[0]) for bundle, _ in bundles):
+            return own
+        experts = self._sum_of(name, [(bundle, packed, bundle.experts) for bundle, packed in bundles], shape)
         has_own = np.zeros(self.shape, dtype=np.bool_)
-        for bundle, packed in bundles:
-            values_BS = packed.histogram() if name == HISTOGRAM else packed.column(name)
-            null_BS = packed.null(name)
+        for bundle, _ in bundles:
             has_own[np.ix_(bundle.aggregate[1], bundle.steps_B)] = True
-            for kind, places in (("own", bundle.aggregate), ("experts", bundle.experts)):
-                _add(name, sums[kind], values_BS, null_BS, bundle.steps_B, places)
-        (own, own_known), (experts, experts_known) = sums["own"], sums["experts"]
         chosen = has_own.reshape(has_own.shape + (1,) * (len(shape) - 2))
-        return np.where(chosen, own, experts), np.where(has_own, own_known, experts_known)
+        return np.where(chosen, own[0], experts[0]), np.where(has_own, own[1], experts[1])
+
+    def _sum_of(
+        self, name: str, parts: list[tuple[_Bundle, Packed, _Places]], shape: tuple[int, ...]
+    ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+        target = np.full(shape, _neutral(name)), np.zeros(self.shape, dtype=np.bool_)
+        for bundle, packed, places in parts:
+            if len(places[0]):
+                values_BS = packed.histogram() if name == HISTOGRAM else packed.column(name)
+                _add(name, target, values_BS, packed.null(name), bundle.steps_B, places)
+        return target
 
 
 def _neutral(name: str) -> float:
@@ -169,12 +186,10 @@ def _add(
     values_BS: NDArray[Any],
     null_BS: NDArray[np.bool_],
     steps_B: NDArray[np.intp],
-    places: tuple[NDArray[np.intp], NDArray[np.intp]],
+    places: _Places,
 ) -> None:
-    """Merge the slots at `places` = (slots, tensors) into `target` = (values, known)."""
+    """Merge the slots at `places` into `target` = (values, known)."""
     slots, tensors = places
-    if not len(slots):
-        return
     total, known = target
     where = (tensors[:, None], steps_B[None, :])
     merge = np.maximum if name == "amax" else np.add
@@ -203,12 +218,64 @@ def load_grid(
     Tensors come in slot order; steps are all sampled ones of the range, ascending.
     """
     lists = slotlists.of_run(conn, run_id)
-    tensors = dict.fromkeys(tensor_of(slot) for slot in slotlists.in_order(lists) if selection.has(slot))
+    tensors = _in_order(lists, selection)
     wanted = [samples.c.slot_list_id, samples.c.columns, samples.c.histograms]
     rows = visible_rows(conn, run_id, wanted, from_step=from_step, to_step=to_step)
     steps = np.array(sorted({row.step for row in rows}), dtype=np.int64)
     number = {tensor: place for place, tensor in enumerate(tensors)}
-    return Grid(list(tensors), steps, _bundles(rows, steps, lists, number, selection))
+    return Grid(tensors, steps, _bundles(rows, steps, lists, number, selection))
+
+
+def layer_order(lists: dict[int, slotlists.SlotList]) -> list[str]:
+    """Layer names by slot index."""
+    return list(dict.fromkeys(tensor.layer for tensor in _in_order(lists, None)))
+
+
+class _Chosen(NamedTuple):
+    """One selected slot of a list."""
+
+    place: int
+    tensor: Tensor
+    own: bool
+    """The layer's own aggregate, not one of its experts."""
+
+
+class _Same:
+    """A slot list as a cache's key: equal only to itself, which spares hashing every slot of it."""
+
+    __slots__ = ("slots",)
+
+    def __init__(self, slots: tuple[Slot, ...]) -> None:
+        self.slots = slots
+
+    def __hash__(self) -> int:
+        return id(self.slots)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.slots is self.slots
+
+
+# A run whose recomputed GEMMs rotate has hundreds of lists; asking each of their slots again takes most of a query's time.
+@lru_cache(maxsize=4096)
+def _chosen(listed: _Same, selection: Selection | None) -> tuple[_Chosen, ...]:
+    """The slots of a list that belong to a query; all, what-ifs too, without one."""
+    return tuple(
+        _Chosen(place, tensor_of(slot), slot.expert is None)
+        for place, slot in enumerate(listed.slots)
+        if selection is None or selection.has(slot)
+    )
+
+
+def _in_order(lists: dict[int, slotlists.SlotList], selection: Selection | None) -> list[Tensor]:
+    """The selected tensors by their index in the model; of equal indices the first seen comes first."""
+    first: dict[Tensor, int] = {}
+    for held in lists.values():
+        for place, tensor, _ in _chosen(_Same(held.slots), selection):
+            index = held.indices[place]
+            if index < first.get(tensor, index + 1):
+                first[tensor] = index
+    # Sorting is stable, but a tensor that came late with a lower index stands where it came first.
+    return sorted(first, key=lambda tensor: first[tensor])
 
 
 def _bundles(
@@ -224,13 +291,11 @@ def _bundles(
     bundles = []
     for (_, list_id), members in together.items():
         slots = lists[list_id].slots
-        chosen = [(place, slot) for place, slot in enumerate(slots) if selection.has(slot)]
+        chosen = _chosen(_Same(slots), selection)
         if not chosen:
             continue
         places = [
-            _pairs(
-                [(place, number[tensor_of(slot)]) for place, slot in chosen if (slot.expert is None) is own]
-            )
+            _pairs([(each.place, number[each.tensor]) for each in chosen if each.own is own])
             for own in (True, False)
         ]
         at = np.searchsorted(steps, np.array([row.step for row in members], dtype=np.int64))
@@ -238,6 +303,6 @@ def _bundles(
     return bundles
 
 
-def _pairs(pairs: list[tuple[int, int]]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+def _pairs(pairs: list[tuple[int, int]]) -> _Places:
     table = np.array(pairs, dtype=np.intp).reshape(-1, 2)
     return table[:, 0], table[:, 1]

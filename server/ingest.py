@@ -17,11 +17,11 @@ from fp8_safeguard.monitor.wire import (
     check_run_id,
     parse_sample,
 )
-from fp8_safeguard.server import deciding, slotlists
+from fp8_safeguard.server import deciding, ending, slotlists
 from fp8_safeguard.server.events import Event
-from fp8_safeguard.server.problems import Problem, invalid
+from fp8_safeguard.server.problems import Problem, invalid, shortened
 from fp8_safeguard.server.store import Store
-from fp8_safeguard.server.storing import store_sample
+from fp8_safeguard.server.storing import CONFLICT, store_sample
 from fp8_safeguard.server.tables import attempts, runs
 
 _LOGGER = logging.getLogger("fp8_safeguard.server")
@@ -49,7 +49,7 @@ def ingest(store: Store, run: str, bodies: Sequence[Any], clock: Callable[[], fl
     if all(isinstance(sample, Problem) for sample in parsed):
         outcome.results.extend(sample for sample in parsed if isinstance(sample, Problem))
         return outcome
-    with store.write() as conn:
+    with store.write(run) as conn:
         for sample in parsed:
             outcome.results.append(_accept_or_refuse(conn, run, sample, clock(), outcome.events))
     return outcome
@@ -78,16 +78,22 @@ def _parse_all(store: Store, bodies: Sequence[Any]) -> list[Sample | Problem]:
         except Problem as problem:
             parsed.append(problem)
         else:
+            if "slots" not in body:
+                # The list was found under this digest, so it need not be computed again.
+                vars(sample)["slots_id"] = body["slots_id"]
             known[sample.slots_id] = sample.slots
             parsed.append(sample)
     return parsed
 
 
 def _wire_problem(error: WireError) -> Problem:
+    faults = [(shortened(pointer), shortened(message)) for pointer, message in error.errors]
     if error.kind == "validation":
-        return invalid(str(error), list(error.errors))
-    listed = [{"pointer": pointer, "message": message} for pointer, message in error.errors]
-    return Problem(409, error.kind, str(error), errors=listed, accepted_schemas=list(ACCEPTED_SCHEMAS))
+        return invalid(shortened(str(error)), faults)
+    listed = [{"pointer": pointer, "message": message} for pointer, message in faults]
+    return Problem(
+        409, error.kind, shortened(str(error)), errors=listed, accepted_schemas=list(ACCEPTED_SCHEMAS)
+    )
 
 
 def _check_once(sample: Sample, prefix: str, places: dict[tuple[Any, ...], str]) -> None:
@@ -111,16 +117,31 @@ def _accept_or_refuse(
         with conn.begin_nested():
             reply, raised = _accept(conn, run, sample, now)
     except Problem as problem:
+        if problem.kind == CONFLICT:
+            _note_conflict(conn, run, sample)
         return problem
     events.extend(raised)
     return reply
+
+
+def _note_conflict(conn: Connection, run: str, sample: Sample) -> None:
+    """Count a refused sample with its attempt: two clients of one run id show in no other place."""
+    mine = select(runs.c.id).where(runs.c.name == run).scalar_subquery()
+    values = {"conflicts": attempts.c.conflicts + 1, "last_conflict_step": sample.step}
+    conn.execute(
+        attempts.update()
+        .where(attempts.c.run_id == mine, attempts.c.name == sample.attempt.id)
+        .values(values)
+    )
 
 
 def _accept(conn: Connection, run: str, sample: Sample, now: float) -> tuple[dict[str, Any], list[Event]]:
     run_row = _ensure_run(conn, run, sample, now)
     attempt = _ensure_attempt(conn, run_row, sample, now)
     inserted, duplicates = store_sample(conn, run_row.id, attempt.id, sample, now)
-    conn.execute(runs.update().where(runs.c.id == run_row.id).values(last_report_at=now, ended_at=None))
+    conn.execute(runs.update().where(runs.c.id == run_row.id).values(last_report_at=now))
+    if inserted or not duplicates:
+        ending.reopen(conn, run_row, attempt, sample.group)
     raised = deciding.after_sample(conn, run_row, attempt, sample, now)
     _log(run, sample)
     reply = {
@@ -183,14 +204,20 @@ def _ensure_attempt(conn: Connection, run: Row[Any], sample: Sample, now: float)
     }
     told = {name: value for name, value in told.items() if name not in sample.left_out}
     before = {name: announced[name] for name in told}
-    if before != told:
-        raise Problem(
-            409,
-            "attempt-conflict",
-            f"attempt {sample.attempt.id!r} was announced with {before}, now with {told}; "
-            "a resumed run needs a new attempt id",
+    differing = [name for name in told if told[name] != before[name]]
+    if differing:
+        told_apart = "; ".join(
+            f"{name} was {_in_words(before[name])}, now {_in_words(told[name])}" for name in differing
         )
+        pointers = {"parent": "/attempt/parent", "from_step": "/attempt/from_step", "groups": "/groups"}
+        errors = [{"pointer": pointers[name], "message": "announced differently"} for name in differing]
+        detail = f"attempt {sample.attempt.id!r} was announced before: {told_apart}; a resumed run needs a new attempt id"
+        raise Problem(409, "attempt-conflict", detail, errors=errors)
     return found
+
+
+def _in_words(value: str | int | None) -> str:
+    return "none" if value is None else str(value)
 
 
 def _log(run: str, sample: Sample) -> None:

@@ -11,9 +11,10 @@ from sqlalchemy import Connection, Row
 from fp8_safeguard.monitor.metrics import DERIVED_METRICS, METRICS, worst
 from fp8_safeguard.monitor.slots import Slot
 from fp8_safeguard.monitor.thresholds import get_preset, thresholds_for
-from fp8_safeguard.server.branch import last_steps
+from fp8_safeguard.server.branch import last_steps, visible_rows
 from fp8_safeguard.server.grid import Grid, Selection, Tensor, load_grid, tensor_of
-from fp8_safeguard.server.slotlists import in_order, of_run
+from fp8_safeguard.server.slotlists import SlotList, in_order, of_run
+from fp8_safeguard.server.tables import samples
 
 LOOK_BACK = 32
 """Sampled steps searched for a slot's newest value: wgrads are recomputed in rotation."""
@@ -38,6 +39,7 @@ class Latest:
 
     grid: Grid
     slots: dict[Tensor, Slot]
+    """As they were sent last."""
     preset: str
 
     def values(self, metric: str) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
@@ -70,8 +72,26 @@ def load_latest(conn: Connection, run: Row[Any], upto: int | None = None) -> Lat
     # Without a step nothing is to be read; -1 is below every step.
     span = (steps[0], steps[-1]) if steps else (-1, -1)
     grid = load_grid(conn, run.id, Selection(), from_step=span[0], to_step=span[1])
-    slots = {tensor_of(slot): slot for slot in in_order(of_run(conn, run.id)) if slot.variant is None}
+    lists = of_run(conn, run.id)
+    slots = {tensor_of(slot): slot for slot in in_order(lists) if slot.variant is None}
+    slots.update(_as_sent_last(conn, run.id, span, lists))
     return Latest(grid, slots, run.preset)
+
+
+def _as_sent_last(
+    conn: Connection, run_id: int, span: tuple[int, int], lists: dict[int, SlotList]
+) -> dict[Tensor, Slot]:
+    """Slots as their newest sample names them: whether a result is emulated, and its format, change with the plan."""
+    rows = visible_rows(conn, run_id, [samples.c.slot_list_id], from_step=span[0], to_step=span[1])
+    # By the last step of each list; what comes later goes over what came before.
+    newest = {row.slot_list_id: row.step for row in rows}
+    found: dict[Tensor, Slot] = {}
+    for list_id in sorted(newest, key=newest.__getitem__):
+        real = [slot for slot in lists[list_id].slots if slot.variant is None]
+        # A layer's own aggregate goes over its worst expert, which is a part of it.
+        real.sort(key=lambda slot: slot.expert is None)
+        found.update({tensor_of(slot): slot for slot in real})
+    return found
 
 
 def _kind(slot: Slot) -> tuple[str | None, ...]:

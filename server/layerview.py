@@ -1,19 +1,24 @@
 """The layers of a run with their state, worst reading and precision."""
 
-import json
+from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
-from sqlalchemy import Connection, Row, select
+from sqlalchemy import Connection, Row
 
+from fp8_safeguard.monitor.budget import fallbacks
+from fp8_safeguard.monitor.plan import Plan
+from fp8_safeguard.monitor.precision import BF16, FP8, precisions_of
 from fp8_safeguard.monitor.slots import GEMMS
+from fp8_safeguard.server.alertlog import unresolved
 from fp8_safeguard.server.answers import encode_float
+from fp8_safeguard.server.audit import plan_from
 from fp8_safeguard.server.branch import last_steps
-from fp8_safeguard.server.latest import Reading, load_latest
+from fp8_safeguard.server.choices import check_choice
+from fp8_safeguard.server.latest import Latest, Reading, load_latest
 from fp8_safeguard.server.paging import DEFAULT_PAGE, decode_token, encode_token
-from fp8_safeguard.server.problems import invalid
 from fp8_safeguard.server.runlookup import find_run
 from fp8_safeguard.server.slotlists import layers_of, of_run
-from fp8_safeguard.server.tables import alerts
 
 LAYER_STATES = ("healthy", "watch", "unstable", "fallback", "unknown", "stale")
 ORDERS = ("severity", "-severity", "layer", "name")
@@ -34,8 +39,8 @@ def layers(
     Pages of one token chain describe the step at which the first page was read.
     """
     row = find_run(conn, run)
-    _check_choice("state", state, LAYER_STATES)
-    _check_choice("order_by", order_by, ORDERS)
+    check_choice("state", state, LAYER_STATES)
+    check_choice("order_by", order_by, ORDERS)
     newest = last_steps(conn, row.id, 1)
     at = decode_token(page_token, ("offset", "upto")) or {"offset": 0, "upto": newest[-1] if newest else 0}
     rows = layer_rows(conn, row, upto=at["upto"])
@@ -62,8 +67,10 @@ def layer_rows(
     """Every layer in slot order, with the reading that its order of severity follows."""
     latest = load_latest(conn, row, upto)
     worst = latest.worst_by_layer()
-    precision = _precision(json.loads(row.plan))
-    severities = _open_severities(conn, row)
+    plan = plan_from(row)
+    precision = precision_of(latest, plan)
+    fallen = {layer for layer, _ in fallbacks(plan)}
+    standings = _standings(conn, row)
     sampled = _sampled_layers(latest)
     ever = layers_of(of_run(conn, row.id))
     rows = []
@@ -71,15 +78,17 @@ def layer_rows(
         reading = worst.get(layer)
         item = {
             "layer": layer,
-            "state": _state(layer, sampled, precision, severities),
+            "state": layer_state(
+                sampled=layer in sampled, fallen=layer in fallen, standings=standings.get(layer, ())
+            ),
             "worst": None if reading is None else _worst(reading),
-            "precision": precision.get(layer, dict.fromkeys(GEMMS, "fp8")),
+            "precision": precision.get(layer, dict.fromkeys(GEMMS, FP8)),
         }
         rows.append((item, reading))
     return rows
 
 
-def _sampled_layers(latest: Any) -> frozenset[str]:
+def _sampled_layers(latest: Latest) -> frozenset[str]:
     """Layers with at least one value in the newest samples."""
     _, steps = latest.values("count")
     return frozenset(
@@ -87,39 +96,41 @@ def _sampled_layers(latest: Any) -> frozenset[str]:
     )
 
 
-def _state(
-    layer: str,
-    sampled: frozenset[str],
-    precision: dict[str, dict[str, str]],
-    severities: dict[str, set[str]],
-) -> str:
-    if layer not in sampled:
+def layer_state(*, sampled: bool, fallen: bool, standings: Collection[str]) -> str:
+    """One of LAYER_STATES. standings: severities of open alerts, and `held` where one is held.
+
+    Trouble that nothing holds comes first; what only would be trouble in FP8 is worth watching.
+    """
+    if not sampled:
         return "stale"
-    if "bf16" in precision.get(layer, {}).values():
+    if "act" in standings:
+        return "unstable"
+    if fallen:
         return "fallback"
-    found = severities.get(layer, set())
-    return "unstable" if "act" in found else "watch" if found else "healthy"
+    return "watch" if standings else "healthy"
 
 
-def _precision(plan: list[dict[str, Any]]) -> dict[str, dict[str, str]]:
-    """What each layer of the plan computes its GEMMs in."""
-    found: dict[str, dict[str, str]] = {}
-    for entry in plan:
-        if entry["action"] != "bf16_fallback":
-            continue
-        gemms = found.setdefault(entry["layer"], dict.fromkeys(GEMMS, "fp8"))
-        named = entry["target"].get("gemm")
-        gemms.update(dict.fromkeys([named] if named else GEMMS, "bf16"))
+def precision_of(latest: Latest, plan: Plan) -> dict[str, dict[str, str | None]]:
+    """What each layer computes its GEMMs in: fp8, bf16, `high` (BF16, FP16 or FP32), or None where nobody knows.
+
+    A layer whose recomputed slots say nothing else, or that has none, is taken to run in FP8 as it is configured.
+    """
+    fallen = fallbacks(plan)
+    errors, _ = latest.values("relative_error")
+    slots = [replace(latest.slots[tensor], expert=None) for tensor in latest.grid.tensors]
+    seen = list(zip(slots, errors.tolist(), strict=True))
+    found = precisions_of(seen, fallen)
+    for layer in {slot.layer for slot, _ in seen} | {layer for layer, _ in fallen}:
+        if layer not in found:
+            found[layer] = {gemm: BF16 if (layer, gemm) in fallen else FP8 for gemm in GEMMS}
     return found
 
 
-def _open_severities(conn: Connection, row: Row[Any]) -> dict[str, set[str]]:
-    query = select(alerts.c.layer, alerts.c.severity).where(
-        alerts.c.run_id == row.id, alerts.c.state == "open"
-    )
+def _standings(conn: Connection, row: Row[Any]) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
-    for alert in conn.execute(query):
-        found.setdefault(alert.layer, set()).add(alert.severity)
+    for alert in unresolved(conn, row.id):
+        if alert.layer is not None:
+            found.setdefault(alert.layer, set()).add(alert.severity if alert.state == "open" else "held")
     return found
 
 
@@ -133,9 +144,3 @@ def _worst(reading: Reading) -> dict[str, Any]:
         "threshold": encode_float(reading.threshold),
         "step": reading.step,
     }
-
-
-def _check_choice(name: str, value: str | None, known: tuple[str, ...]) -> None:
-    if value is not None and value not in known:
-        message = f"{name} {value!r} is not one of {', '.join(known)}"
-        raise invalid(message, [(f"/query/{name}", message)])

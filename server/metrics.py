@@ -12,13 +12,14 @@ from sqlalchemy import Connection, Row, func, select
 
 from fp8_safeguard.monitor.numbers import decode_number
 from fp8_safeguard.monitor.plan import DECISION_ACTIONS
+from fp8_safeguard.server.alertlog import is_silenced, unresolved
 from fp8_safeguard.server.grid import GRADIENT_DISTORTION, is_gradient
 from fp8_safeguard.server.latest import Latest, load_latest
 from fp8_safeguard.server.runview import RUN_STATES, detail_of, run_state
 from fp8_safeguard.server.settings import Settings
 from fp8_safeguard.server.slotlists import in_order, of_run
 from fp8_safeguard.server.store import Store, freshness_of
-from fp8_safeguard.server.tables import alerts, decisions, nonfinite_totals, runs
+from fp8_safeguard.server.tables import decisions, nonfinite_totals, runs
 
 PREFIX = "fp8_safeguard_"
 _STALE_SHOWN_SECONDS = 300.0
@@ -96,7 +97,11 @@ def _families() -> dict[str, _Family]:
         ),
         _Family("run_health_state", "1 for the state that a run is in.", ("run", "state")),
         _Family("decisions", "Decisions taken.", ("run", "action", "mode"), counter=True),
-        _Family("alerts_active", "Open alerts.", ("run", "rule", "severity")),
+        _Family(
+            "alerts_active",
+            "Open alerts that are not silenced; those held by BF16 are not open.",
+            ("run", "rule", "severity"),
+        ),
         _Family("series_truncated", "Layer series left out by the cap on a run's series.", ("run",)),
         _Family("build_info", "Version of the service.", ("version",)),
     ]
@@ -153,10 +158,16 @@ def _add_audit(conn: Connection, row: Row[Any], families: dict[str, _Family]) ->
     counted.update({(found.action, found.mode): found.count for found in conn.execute(query)})
     for labels, count in counted.items():
         families["decisions"].add((row.name, *labels), count)
-    by = (alerts.c.rule, alerts.c.severity)
-    open_here = (alerts.c.run_id == row.id, alerts.c.state == "open")
-    for found in conn.execute(select(*by, func.count().label("count")).where(*open_here).group_by(*by)):
-        families["alerts_active"].add((row.name, found.rule, found.severity), found.count)
+    active: dict[tuple[str, str], int] = {}
+    now = freshness_of(conn)[0]
+    for alert in unresolved(conn, row.id):
+        # A rule whose alerts are all held or silenced is there with 0, so that nobody thinks it was forgotten.
+        labels = (str(alert.rule), str(alert.severity))
+        active[labels] = active.get(labels, 0) + (
+            alert.state == "open" and not is_silenced(alert.silenced_until, now)
+        )
+    for labels, count in active.items():
+        families["alerts_active"].add((row.name, *labels), count)
 
 
 def _add_layers(conn: Connection, row: Row[Any], families: dict[str, _Family], most: int) -> None:

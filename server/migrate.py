@@ -24,7 +24,7 @@ def upgrade(store: Store) -> str:
     with store.write() as conn:
         if conn.dialect.name == "postgresql":
             conn.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _POSTGRES_LOCK})
-        config = _config(conn)
+        config = migration_config(conn)
         _check_known(conn, ScriptDirectory.from_config(config))
         command.upgrade(config, "head")
         return current_revision(conn) or ""
@@ -45,7 +45,8 @@ def _script_folder() -> str:
     return str(Path(migrations.__file__).parent)
 
 
-def _config(conn: Connection) -> Config:
+def migration_config(conn: Connection) -> Config:
+    """Alembic's configuration for the migrations on one connection."""
     config = Config(attributes={"connection": conn})
     # "%" starts an interpolation in Alembic's options.
     config.set_main_option("script_location", _script_folder().replace("%", "%%"))

@@ -9,6 +9,7 @@ from typing import Any
 from sqlalchemy import Connection, Row
 
 from fp8_safeguard.monitor.policy import PolicyConfig, PolicyState, budget_used_ratio
+from fp8_safeguard.server.alertlog import settle
 from fp8_safeguard.server.answers import strict_dumps
 from fp8_safeguard.server.audit import plan_columns, plan_from
 from fp8_safeguard.server.tables import attempts, runs
@@ -47,8 +48,8 @@ def load_state(run: Row[Any], attempt: Row[Any]) -> PolicyState:
 
 def save_state(
     conn: Connection, run: Row[Any], attempt_id: int, state: PolicyState, config: PolicyConfig
-) -> None:
-    """Store the state, and the plan and budget that follow from it."""
+) -> tuple[int, ...]:
+    """Store the state, and the plan, budget and held alerts that follow from it; ids of alerts held or let go now."""
     text = strict_dumps(state.to_dict())
     _DECODED.put(text, state)
     conn.execute(
@@ -58,3 +59,4 @@ def save_state(
     )
     budget = {"fallback_budget_used_ratio": budget_used_ratio(state, config)}
     conn.execute(runs.update().where(runs.c.id == run.id).values({**plan_columns(state.plan), **budget}))
+    return settle(conn, run.id, state)

@@ -8,9 +8,12 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from fp8_safeguard.server.answers import ProblemResponse
+from fp8_safeguard.server.store import StoreBusyError
 
 _LOGGER = logging.getLogger("fp8_safeguard.server")
 
@@ -46,11 +49,30 @@ def invalid(detail: str, errors: list[tuple[str, str]] | None = None) -> Problem
     return Problem(422, "validation", detail, errors=listed)
 
 
+def shortened(text: str) -> str:
+    """A message without the tail of what it quotes, which may be as long as a body."""
+    return text if len(text) <= _LONGEST_MESSAGE else f"{text[:_LONGEST_MESSAGE]}..."
+
+
 def not_found(kind: str, detail: str) -> Problem:
     """404 with the kind of thing that is missing."""
     return Problem(404, kind, detail)
 
 
+def busy() -> Problem:
+    """503 for a request that found no turn at the store."""
+    detail = "the store is busy or cannot be written; try again"
+    return Problem(503, "unavailable", detail, headers={"Retry-After": "1"})
+
+
+def short(value: Any, most: int = 200) -> str:
+    """A value as an error may quote it, whatever its size."""
+    text = repr(value if not isinstance(value, str) else value[:most])
+    return text if len(text) <= most + 2 else f"{text[:most]}..."
+
+
+_METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
+_LONGEST_MESSAGE = 500
 _TYPE_OF_STATUS = {
     400: "bad-request",
     401: "unauthorized",
@@ -65,48 +87,67 @@ _TYPE_OF_STATUS = {
 }
 
 
-def _respond(problem: Problem, request: Request) -> ProblemResponse:
+def respond(problem: Problem, request: Request) -> ProblemResponse:
+    """The answer that a problem becomes."""
     body = {**problem.to_dict(), "instance": request.url.path}
     return ProblemResponse(body, status_code=problem.status, headers=problem.headers)
 
 
 async def _on_problem(request: Request, error: Exception) -> ProblemResponse:
     assert isinstance(error, Problem)
-    return _respond(error, request)
+    return respond(error, request)
 
 
 async def _on_http_error(request: Request, error: Exception) -> ProblemResponse:
     assert isinstance(error, HTTPException)
     kind = _TYPE_OF_STATUS.get(error.status_code, "http-error")
-    detail = error.detail
+    detail, headers = error.detail, dict(error.headers or {})
     if error.status_code == 404:
         detail = f"nothing is served at {request.url.path}; see /openapi.json"
     if error.status_code == 405:
-        detail = f"{request.method} is not offered at {request.url.path}; see /openapi.json"
-    return _respond(Problem(error.status_code, kind, detail, headers=error.headers), request)
+        offered = _methods_at(request)
+        headers["Allow"] = ", ".join(offered)
+        detail = f"{request.method} is not offered at {request.url.path}, only {' and '.join(offered)}"
+    return respond(Problem(error.status_code, kind, detail, headers=headers), request)
+
+
+def _methods_at(request: Request) -> list[str]:
+    """What is offered at the request's path; the framework names the methods of one route only."""
+    asked = ({**request.scope, "method": method} for method in _METHODS)
+    return [
+        scope["method"]
+        for scope in asked
+        if any(route.matches(scope)[0] is Match.FULL for route in request.app.routes)
+    ]
 
 
 def _pointer(location: tuple[Any, ...]) -> str:
-    return "/" + "/".join(str(part).replace("~", "~0").replace("/", "~1") for part in location)
+    # A body is its own document, as in the problems of a sample; what is no body says where it stands.
+    parts = location[1:] if location and location[0] == "body" else location
+    return "".join("/" + str(part).replace("~", "~0").replace("/", "~1") for part in parts)
 
 
 async def _on_validation(request: Request, error: Exception) -> ProblemResponse:
     assert isinstance(error, RequestValidationError)
-    errors = [(_pointer(tuple(fault["loc"])), str(fault["msg"])) for fault in error.errors()]
-    detail = "; ".join(f"{pointer}: {message}" for pointer, message in errors)
-    return _respond(invalid(detail, errors), request)
+    faults = list(error.errors())
+    broken = next((fault for fault in faults if fault["type"] == "json_invalid"), None)
+    if broken is not None:
+        detail = f"the body is not JSON: {broken.get('ctx', {}).get('error', broken['msg'])}"
+        return respond(Problem(400, "bad-request", detail), request)
+    errors = [(_pointer(tuple(fault["loc"])), str(fault["msg"])) for fault in faults]
+    detail = "; ".join(f"{pointer or 'body'}: {message}" for pointer, message in errors)
+    return respond(invalid(detail, errors), request)
 
 
 async def _on_database_error(request: Request, error: Exception) -> ProblemResponse:
-    _LOGGER.warning("the store refused a statement: %s", error)
-    detail = "the store is busy or cannot be written; try again"
-    return _respond(Problem(503, "unavailable", detail, headers={"Retry-After": "1"}), request)
+    _LOGGER.warning("the store is busy or refused a statement: %s", error)
+    return respond(busy(), request)
 
 
 async def _on_crash(request: Request, error: Exception) -> ProblemResponse:
     # The traceback belongs in the log; the answer says nothing about the inside.
     _LOGGER.error("unhandled error at %s %s", request.method, request.url.path, exc_info=error)
-    return _respond(Problem(500, "internal", "the service failed; its log has the details"), request)
+    return respond(Problem(500, "internal", "the service failed; its log has the details"), request)
 
 
 def install(app: FastAPI) -> None:
@@ -114,5 +155,6 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(Problem, _on_problem)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(RequestValidationError, _on_validation)
-    app.add_exception_handler(OperationalError, _on_database_error)
+    for kind in (OperationalError, PoolTimeoutError, StoreBusyError):
+        app.add_exception_handler(kind, _on_database_error)
     app.add_exception_handler(Exception, _on_crash)

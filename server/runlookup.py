@@ -35,5 +35,11 @@ def check_selection(conn: Connection, run: Row[Any], selection: Selection) -> No
     if selection.layer is not None and selection.layer not in layers_of(lists):
         raise not_found("layer-not-found", f"run {run.name!r} has no layer {selection.layer!r}")
     if not any(selection.has(slot) for held in lists.values() for slot in held.slots):
-        asked = {name: value for name, value in vars(selection).items() if value not in (None, False)}
-        raise not_found("slot-not-found", f"run {run.name!r} has no slot with {asked}")
+        raise not_found("slot-not-found", f"run {run.name!r} has no slot with {_in_words(selection)}")
+
+
+def _in_words(selection: Selection) -> str:
+    named = {name: value for name, value in vars(selection).items() if value not in (None, False)}
+    gradients = named.pop("gradients", False)
+    parts = [f"{name} {value}" for name, value in named.items()]
+    return ", ".join([*parts, "a gradient in it"] if gradients else parts) or "statistics"

@@ -7,24 +7,29 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, func, select
 
-from fp8_safeguard.dashboards.metrics import format_value, metric_view
-from fp8_safeguard.monitor.numbers import decode_number
+from fp8_safeguard.server.alertlog import count_alerts, is_silenced, unresolved
 from fp8_safeguard.server.branch import Segment, live_branch, segment_rows
 from fp8_safeguard.server.paging import DEFAULT_PAGE, decode_token, encode_token
 from fp8_safeguard.server.runlookup import find_run
 from fp8_safeguard.server.store import freshness_of
-from fp8_safeguard.server.tables import alerts, attempts, runs, samples
+from fp8_safeguard.server.tables import attempts, runs, samples
+from fp8_safeguard.server.verdict import Situation, verdict_of
 
 RUN_STATES = ("healthy", "watch", "unstable", "fallback", "stale", "ended")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Health:
-    """What the open alerts and the plan say about a run or a layer."""
+    """What the open alerts and the plan say about a run."""
 
     worst_alert: dict[str, Any] | None
+    """The one to look at first; of what is only held, none."""
     severities: frozenset[str]
+    """Of open alerts, the silenced ones among them: silence heals nothing."""
     fallbacks: int
+    """Layers with a GEMM in BF16 by the plan."""
+    what_if: dict[str, Any] | None
+    """The oldest alert of a layer that runs in high precision and would be in trouble in FP8."""
 
     @property
     def state(self) -> str:
@@ -33,7 +38,7 @@ class Health:
             return "unstable"
         if self.fallbacks:
             return "fallback"
-        return "watch" if self.severities else "healthy"
+        return "watch" if self.severities or self.what_if else "healthy"
 
 
 def list_runs(
@@ -60,28 +65,35 @@ def run_detail(conn: Connection, run: str) -> dict[str, Any]:
 
 def run_state(conn: Connection, row: Row[Any]) -> str:
     """One of RUN_STATES."""
+    return _state(conn, row, health_of(conn, row))
+
+
+def _state(conn: Connection, row: Row[Any], health: Health) -> str:
+    """A run that said it has ended is not stale, however long ago that was."""
     now, stale_seconds = freshness_of(conn)
     if row.ended_at is not None:
         return "ended"
-    if now - row.last_report_at > stale_seconds:
-        return "stale"
-    return health_of(conn, row).state
+    return "stale" if now - row.last_report_at > stale_seconds else health.state
 
 
 def health_of(conn: Connection, row: Row[Any]) -> Health:
-    """Open alerts and fallbacks of a run. An alert of a layer whose fallback is in the plan is held by it."""
-    fallen = {entry["layer"] for entry in json.loads(row.plan) if entry["action"] == "bf16_fallback"}
-    query = select(alerts.c.severity, alerts.c.layer, alerts.c.body).where(
-        alerts.c.run_id == row.id, alerts.c.state == "open"
-    )
-    open_alerts = [alert for alert in conn.execute(query.order_by(alerts.c.id)) if alert.layer not in fallen]
+    """Open alerts and fallbacks of a run."""
+    now = freshness_of(conn)[0]
+    found = unresolved(conn, row.id)
+    open_alerts = [alert for alert in found if alert.state == "open"]
     # "act" sorts before "watch"; among equals the oldest is the cause to look at first.
-    ranked = sorted(open_alerts, key=lambda alert: alert.severity)
+    ranked = sorted(open_alerts, key=lambda alert: (is_silenced(alert.silenced_until, now), alert.severity))
+    held = [json.loads(alert.body) for alert in found if alert.state == "held"]
     return Health(
         worst_alert=json.loads(ranked[0].body) if ranked else None,
         severities=frozenset(alert.severity for alert in open_alerts),
-        fallbacks=len(fallen),
+        fallbacks=len(_fallen(row.plan)),
+        what_if=next((body for body in held if body.get("what_if")), None),
     )
+
+
+def _fallen(plan: str) -> set[str]:
+    return {entry["layer"] for entry in json.loads(plan) if entry["action"] == "bf16_fallback"}
 
 
 def attempts_of(conn: Connection, run: str) -> dict[str, Any]:
@@ -111,6 +123,9 @@ def attempts_of(conn: Connection, run: str) -> dict[str, Any]:
             "first_step": spans[attempt.id].first if attempt.id in spans else None,
             "last_step": spans[attempt.id].last if attempt.id in spans else None,
             "live": attempt.id in live,
+            "conflicts": attempt.conflicts,
+            "last_conflict_step": attempt.last_conflict_step,
+            "ended_groups": json.loads(attempt.ended_groups),
             "created": rfc3339(attempt.created_at),
         }
         for attempt in found
@@ -126,23 +141,46 @@ def rfc3339(seconds: float | None) -> str | None:
 
 
 def detail_of(conn: Connection, row: Row[Any]) -> dict[str, Any]:
+    """The contract's run, with its verdict."""
     branch = live_branch(conn, row.id)
     newest = conn.execute(select(attempts).where(attempts.c.id == branch[0].attempt_id)).one()
     last = _last_values(conn, branch, newest.groups)
-    state = run_state(conn, row)
+    health = health_of(conn, row)
+    state = _state(conn, row, health)
+    verdict = verdict_of(
+        Situation(
+            state=state,
+            health=health.state,
+            mode=row.mode,
+            worst_alert=health.worst_alert,
+            what_if=health.what_if,
+            plan=json.loads(row.plan),
+            silent_seconds=freshness_of(conn)[0] - row.last_report_at,
+            last_step=last["last_step"],
+            conflicts=newest.conflicts,
+            last_conflict_step=newest.last_conflict_step,
+            ended_groups=len(json.loads(newest.ended_groups)),
+            groups=newest.groups,
+        )
+    )
     return {
         "id": row.name,
         "state": state,
-        "verdict": {"state": state, **_verdict(state, health_of(conn, row), row, freshness_of(conn)[0])},
+        "health": health.state,
+        "verdict": {"state": state, **verdict},
         "mode": row.mode,
         "attempt": newest.name,
         "groups": newest.groups,
         **last,
         "created": rfc3339(row.created_at),
         "last_report": rfc3339(row.last_report_at),
+        "ended": rfc3339(row.ended_at),
         "fallback_budget_used_ratio": row.fallback_budget_used_ratio,
         "plan_version": row.plan_version,
         "thresholds": row.preset,
+        "alerts": count_alerts(conn, row.id).to_dict(),
+        "conflicts": newest.conflicts,
+        "last_conflict_step": newest.last_conflict_step,
     }
 
 
@@ -186,53 +224,3 @@ _LOOK_BACK = 64
 
 def _newest(values: list[dict[str, Any]], name: str) -> Any:
     return next((held[name] for held in values if held.get(name) is not None), None)
-
-
-def _verdict(state: str, health: Health, row: Row[Any], now: float) -> dict[str, str]:
-    if state == "ended":
-        return {"why": "the trainer said that the run has ended", "next": "compare it, or export it"}
-    if state == "stale":
-        minutes = (now - row.last_report_at) / 60
-        return {
-            "why": f"no sample for {minutes:.1f} min: the trainer stopped, or the network is down",
-            "next": "look at the trainer's log, then at the address its client reports to",
-        }
-    alert = health.worst_alert
-    if state in ("unstable", "watch") and alert is not None:
-        return {"why": _why(alert), "next": _next_step(state, row.mode)}
-    if state == "fallback":
-        return {
-            "why": f"the plan holds a fault: {_deviations(row.plan)}; the map goes on showing what FP8 would do",
-            "next": "find the cause in the decisions; a gemm returns to FP8 once its numbers are healthy again",
-        }
-    return {"why": "every judged slot is within its thresholds", "next": "nothing to do"}
-
-
-def _deviations(plan: str) -> str:
-    """What the plan changes, the first two layers by name."""
-    entries = json.loads(plan)
-    names = sorted({entry["layer"] for entry in entries})
-    more = f" and {len(names) - 2} more" if len(names) > 2 else ""
-    fallback = any(entry["action"] == "bf16_fallback" for entry in entries)
-    return f"{', '.join(names[:2])}{more} {'in BF16' if fallback else 'with other scales'}"
-
-
-def _why(alert: dict[str, Any]) -> str:
-    slot = alert.get("slot") or {}
-    where = slot.get("gemm") or " ".join(part for part in (slot.get("operand"), slot.get("layout")) if part)
-    view = metric_view(str(alert.get("metric")))
-    value, limit = (decode_number(alert.get(name)) for name in ("value", "threshold"))
-    return (
-        f"{alert.get('layer')} {where}: {view.label} {format_value(value, view)} "
-        f"(limit {format_value(limit, view)}) since step {alert.get('first_step')}"
-    )
-
-
-def _next_step(state: str, mode: str) -> str:
-    if state == "watch":
-        return "watch it: nothing is decided on this alone"
-    if mode == "enforce":
-        return "the policy acts by itself; look at the decisions"
-    if mode == "advise":
-        return "approve or reject the proposed decision"
-    return "the run is only observed; change its mode to advise or enforce to let a remedy take effect"

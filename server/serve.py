@@ -10,10 +10,11 @@ import uvicorn
 
 from fp8_safeguard.server.app import create_app
 from fp8_safeguard.server.events import Broadcast
-from fp8_safeguard.server.settings import Settings, check_bind
+from fp8_safeguard.server.settings import Settings
 
 _SHUTDOWN_SECONDS = 5
 _START_SECONDS = 30.0
+_BACKLOG = 2048
 
 
 class _Server(uvicorn.Server):
@@ -59,6 +60,8 @@ def _listen(settings: Settings) -> tuple[socket.socket, str]:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((settings.host, settings.port))
+        # Who reads the address and calls at once waits for an answer, rather than being refused.
+        listener.listen(_BACKLOG)
     except OSError:
         listener.close()
         raise
@@ -68,7 +71,6 @@ def _listen(settings: Settings) -> tuple[socket.socket, str]:
 
 def run(settings: Settings) -> None:
     """Serve until interrupted. Raises InsecureBindError, StoreError, and OSError where the port is taken."""
-    check_bind(settings)
     server = _server(settings)
     listener, url = _listen(settings)
     print(f"fp8-safeguard serves {url}", flush=True)  # noqa: T201 (the address is this command's output)

@@ -1,6 +1,7 @@
 """Typed settings of the service, read from FP8_SAFEGUARD_* variables."""
 
 import ipaddress
+from collections.abc import Callable
 from typing import Literal
 
 from pydantic import Field, SecretStr
@@ -66,15 +67,17 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def check_bind(settings: Settings, host: str | None = None) -> None:
+def check_bind(settings: Settings, has_stored_token: Callable[[], bool] = lambda: False) -> None:
     """Refuse to listen on a public address when nothing asks for a token.
 
+    has_stored_token: whether the store holds a token that opens anything; asked only where it matters.
     Raises InsecureBindError.
     """
-    address = host if host is not None else settings.host
-    if settings.token_scopes() or is_loopback(address):
+    address = settings.host
+    if settings.token_scopes() or is_loopback(address) or has_stored_token():
         return
     raise InsecureBindError(
         f"refusing to listen on {address!r} without a token: anyone who reaches it could change a run. "
-        "Set FP8_SAFEGUARD_TOKEN (or FP8_SAFEGUARD_TOKENS), or listen on 127.0.0.1."
+        "Make one with `fp8-safeguard token create`, set FP8_SAFEGUARD_TOKEN (or FP8_SAFEGUARD_TOKENS), "
+        "or listen on 127.0.0.1."
     )

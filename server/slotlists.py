@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from sqlalchemy import Connection, func, select
+from sqlalchemy import Connection, and_, func, select
 
 from fp8_safeguard.monitor.slots import Slot, slots_id
 from fp8_safeguard.server.answers import strict_dumps
+from fp8_safeguard.server.store import lock_slot_lists
 from fp8_safeguard.server.tables import run_slot_lists, slot_lists
 
 
@@ -37,13 +38,34 @@ def find(conn: Connection, digest: str) -> tuple[Slot, ...] | None:
     return None if body is None else _decode(body)
 
 
-def store(conn: Connection, slots: tuple[Slot, ...], digest: str | None = None) -> int:
-    """The id of the list, stored now if it is new. Call inside a write transaction.
+def use(
+    conn: Connection,
+    run_id: int,
+    slots: tuple[Slot, ...],
+    indices: Sequence[int],
+    digest: str | None = None,
+) -> int:
+    """The id of the list, stored now if it is new, and noted as one of the run's. Call inside a write transaction.
 
-    `digest` spares computing it where it is known.
+    `indices` are its slots' places in the model's order; `digest` spares computing it where it is known.
     """
     digest = digest if digest is not None else slots_id(slots)
-    found = conn.execute(select(slot_lists.c.id).where(slot_lists.c.digest == digest)).scalar_one_or_none()
+    mine = and_(run_slot_lists.c.slot_list_id == slot_lists.c.id, run_slot_lists.c.run_id == run_id)
+    query = select(slot_lists.c.id, run_slot_lists.c.position).outerjoin_from(
+        slot_lists, run_slot_lists, mine
+    )
+    found = conn.execute(query.where(slot_lists.c.digest == digest)).one_or_none()
+    list_id = int(found.id) if found is not None else _add(conn, slots, digest)
+    if found is None or found.position is None:
+        _remember(conn, run_id, list_id, indices)
+    return list_id
+
+
+def _add(conn: Connection, slots: tuple[Slot, ...], digest: str) -> int:
+    lock_slot_lists(conn)
+    # Another run may have added it while this one waited for the lock.
+    same = select(slot_lists.c.id).where(slot_lists.c.digest == digest)
+    found = conn.execute(same).scalar_one_or_none()
     if found is not None:
         return int(found)
     body = strict_dumps([slot.to_wire() for slot in slots])
@@ -51,12 +73,8 @@ def store(conn: Connection, slots: tuple[Slot, ...], digest: str | None = None) 
     return int(added.scalar_one())
 
 
-def remember(conn: Connection, run_id: int, list_id: int, indices: Sequence[int]) -> None:
-    """Note that the run uses the list, and where its slots stand in the model's order."""
+def _remember(conn: Connection, run_id: int, list_id: int, indices: Sequence[int]) -> None:
     mine = run_slot_lists.c.run_id == run_id
-    known = select(run_slot_lists.c.position).where(mine, run_slot_lists.c.slot_list_id == list_id)
-    if conn.execute(known).scalar_one_or_none() is not None:
-        return
     used = conn.execute(select(func.count()).select_from(run_slot_lists).where(mine)).scalar_one()
     row = {
         "run_id": run_id,

@@ -2,42 +2,75 @@
 
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Engine, create_engine, event
+from sqlalchemy import Connection, Engine, create_engine, event, func, select
 from sqlalchemy.engine import URL, make_url
 
 from fp8_safeguard.server.settings import Settings
+
+# PostgreSQL's advisory locks are named by two numbers; any do, as long as every process uses the same.
+_LOCK_SPACE, _RUN_SPACE = 0x0F85AFE, 0x0F85AFF
+_ALL_RUNS, _SLOT_LISTS = 0, 1
+_CONNECT_SECONDS = 10
 
 
 class StoreError(ValueError):
     """The store cannot be used as it is configured or found."""
 
 
-class Store:
-    """One engine, and the rule that a process has one SQLite writer at a time."""
+class StoreBusyError(RuntimeError):
+    """Other writers held the store for longer than a request may wait."""
 
-    def __init__(self, engine: Engine) -> None:
+
+class Store:
+    """One engine, and the rule that no two writers ever see each other's halves."""
+
+    def __init__(self, engine: Engine, busy_timeout_seconds: float = 30.0) -> None:
         self.engine = engine
+        self._busy_timeout_seconds = busy_timeout_seconds
+        self._one_writer = engine.dialect.name == "sqlite"
         # SQLite's own waiting is a sleep with back-off, unfair among threads; a lock queues them.
         self._writer = threading.Lock()
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
         """A connection that sees one consistent snapshot."""
-        with self.engine.connect() as conn, conn.begin():
-            yield conn
+        with self.engine.connect() as conn:
+            if not self._one_writer:
+                conn = conn.execution_options(isolation_level="REPEATABLE READ")
+            with conn.begin():
+                yield conn
 
     @contextmanager
-    def write(self) -> Iterator[Connection]:
-        """A transaction that holds the write lock from its start and is on disk at its end."""
-        with self._writer, self.engine.connect() as conn:
+    def write(self, run: str | None = None) -> Iterator[Connection]:
+        """A transaction that holds the write lock from its start and is on disk at its end.
+
+        On PostgreSQL writers that name different runs go side by side; one that names none has the store to itself.
+        Raises StoreBusyError, or SQLAlchemy's OperationalError, where the lock is not to be had in time.
+        """
+        with self._writing_alone(), self.engine.connect() as conn:
             writing = conn.execution_options(fp8_safeguard_write=True)
             with writing.begin():
+                if not self._one_writer:
+                    _lock_postgresql(writing, run)
                 yield writing
+
+    @contextmanager
+    def _writing_alone(self) -> Iterator[None]:
+        if not self._one_writer:
+            yield
+            return
+        if not self._writer.acquire(timeout=self._busy_timeout_seconds):
+            raise StoreBusyError(f"no turn to write within {self._busy_timeout_seconds:g} s")
+        try:
+            yield
+        finally:
+            self._writer.release()
 
     def close(self) -> None:
         """Close every pooled connection."""
@@ -58,14 +91,46 @@ def open_store(settings: Settings, clock: Callable[[], float] = time.time) -> St
     url = make_url(settings.database_url)
     # Every connection knows them, so that a query needs nothing but its connection.
     options = {"fp8_safeguard_clock": clock, "fp8_safeguard_stale_seconds": settings.run_stale_seconds}
-    if url.get_backend_name() != "sqlite":
-        return Store(create_engine(url, pool_pre_ping=True, execution_options=options))
-    _check_sqlite_url(url)
-    timeout = {"timeout": settings.busy_timeout_seconds}
-    engine = create_engine(url, pool_size=8, max_overflow=56, connect_args=timeout, execution_options=options)
-    event.listen(engine, "connect", _prepare_sqlite_connection)
-    event.listen(engine, "begin", _begin_sqlite)
-    return Store(engine)
+    if url.get_backend_name() == "sqlite":
+        _check_sqlite_url(url)
+        arguments: dict[str, Any] = {"timeout": settings.busy_timeout_seconds}
+    else:
+        arguments = _postgresql_arguments(settings)
+    engine = create_engine(
+        url,
+        pool_size=8,
+        max_overflow=56,
+        pool_timeout=settings.busy_timeout_seconds,
+        pool_pre_ping=url.get_backend_name() != "sqlite",
+        connect_args=arguments,
+        execution_options=options,
+    )
+    if engine.dialect.name == "sqlite":
+        event.listen(engine, "connect", _prepare_sqlite_connection)
+        event.listen(engine, "begin", _begin_sqlite)
+    return Store(engine, settings.busy_timeout_seconds)
+
+
+def _postgresql_arguments(settings: Settings) -> dict[str, Any]:
+    # A database that was set to acknowledge before its disk does would break the promise of an acknowledgement.
+    waiting = f"-c lock_timeout={round(settings.busy_timeout_seconds * 1000)} -c synchronous_commit=on"
+    return {"options": waiting, "connect_timeout": _CONNECT_SECONDS}
+
+
+def lock_slot_lists(conn: Connection) -> None:
+    """Let one transaction at a time add slot lists, which runs share. SQLite has one writer anyway."""
+    if conn.dialect.name == "postgresql":
+        conn.execute(select(func.pg_advisory_xact_lock(_LOCK_SPACE, _SLOT_LISTS)))
+
+
+def _lock_postgresql(conn: Connection, run: str | None) -> None:
+    """All writers share one lock, and those of a run exclude each other; who names no run takes it alone."""
+    if run is None:
+        conn.execute(select(func.pg_advisory_xact_lock(_LOCK_SPACE, _ALL_RUNS)))
+        return
+    conn.execute(select(func.pg_advisory_xact_lock_shared(_LOCK_SPACE, _ALL_RUNS)))
+    # Two runs whose names hash alike merely wait for each other.
+    conn.execute(select(func.pg_advisory_xact_lock(_RUN_SPACE, zlib.crc32(run.encode()) - 2**31)))
 
 
 def _check_sqlite_url(url: URL) -> None:

@@ -13,6 +13,8 @@ from fp8_safeguard.server.packing import Packed, differing, pack
 from fp8_safeguard.server.problems import Problem
 from fp8_safeguard.server.tables import nonfinite_totals, samples
 
+CONFLICT = "sample-conflict"
+
 
 def store_sample(
     conn: Connection, run_id: int, attempt_id: int, sample: Sample, now: float
@@ -72,7 +74,7 @@ def _conflict(sample: Sample, faults: list[int]) -> Problem:
     first = sample.slots[faults[0]].label
     return Problem(
         409,
-        "sample-conflict",
+        CONFLICT,
         f"step {sample.step} of attempt {sample.attempt.id!r}, group {sample.group!r} is stored with other values of "
         f"{len(faults)} slots, {first} first; nothing of this sample was stored. A resumed run needs a new attempt id.",
         errors=errors,
@@ -84,9 +86,9 @@ def _insert(
 ) -> None:
     whole = len(fresh) == len(sample.slots)
     slots = sample.slots if whole else tuple(sample.slots[place] for place in fresh)
-    list_id = slotlists.store(conn, slots, sample.slots_id if whole else None)
-    indices = sample.indices or range(len(sample.slots))
-    slotlists.remember(conn, run_id, list_id, [indices[place] for place in fresh])
+    order = sample.indices or range(len(sample.slots))
+    indices = [order[place] for place in fresh]
+    list_id = slotlists.use(conn, run_id, slots, indices, sample.slots_id if whole else None)
     columns, histograms = pack(sample, fresh)
     conn.execute(
         samples.insert().values(

@@ -48,6 +48,11 @@ attempts = Table(
     Column("created_at", Float, nullable=False),
     Column("last_decided_step", BigInteger),
     Column("policy_state", Text),
+    # Samples refused because another client sends under the same run and attempt.
+    Column("conflicts", BigInteger, nullable=False, server_default="0"),
+    Column("last_conflict_step", BigInteger),
+    # JSON list of the groups that said they have finished.
+    Column("ended_groups", Text, nullable=False, server_default="[]"),
     UniqueConstraint("run_id", "name"),
     sqlite_autoincrement=True,
 )
@@ -126,8 +131,34 @@ alerts = Table(
     Column("acknowledged_by", Text),
     Column("acknowledged_at", Float),
     Column("silenced_until", Float),
+    # Times it was raised: a breach that comes back soon re-opens its alert.
+    Column("occurrences", BigInteger, nullable=False, server_default="1"),
+    # Of its first occurrence; null in rows of the first schema, whose body says it.
+    Column("first_step", BigInteger),
+    Column("raised_step", BigInteger),
+    Column("silenced_by", Text),
+    Column("resolved_at", Float),
+    # Null where the alert resolved by itself.
+    Column("resolved_by", Text),
+    Column("resolved_step", BigInteger),
+    Column("resolved_reason", Text),
     Index("alerts_by_run", "run_id", "id"),
     Index("alerts_by_key", "run_id", "state", "key"),
+    sqlite_autoincrement=True,
+)
+
+tokens = Table(
+    "tokens",
+    metadata,
+    Column("id", BigId, primary_key=True, autoincrement=True),
+    Column("name", Text, nullable=False, unique=True),
+    # SHA-256 of the secret, in hex: the secret itself is nowhere.
+    Column("digest", Text, nullable=False, unique=True),
+    Column("scopes", Text, nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("expires_at", Float),
+    Column("revoked_at", Float),
+    Column("last_used_at", Float),
     sqlite_autoincrement=True,
 )
 

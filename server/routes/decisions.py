@@ -3,14 +3,14 @@
 from collections.abc import Callable
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, Depends
+from fastapi import APIRouter, Body, Depends, Request
 
 from fp8_safeguard.server import control, query
 from fp8_safeguard.server.answers import StrictJSONResponse
-from fp8_safeguard.server.auth import require
+from fp8_safeguard.server.auth import caller_of, require
 from fp8_safeguard.server.context import Context, InContext, Reading
 from fp8_safeguard.server.paging import DEFAULT_PAGE
-from fp8_safeguard.server.problems import invalid
+from fp8_safeguard.server.problems import invalid, short
 from fp8_safeguard.server.routes.runs import PageSize
 
 router = APIRouter(tags=["control"])
@@ -19,11 +19,11 @@ _CONTROL = [Depends(require("control"))]
 _LONGEST_NAME = 200
 
 
-def actor_of(body: Annotated[dict[str, Any] | None, Body()] = None) -> str:
-    """Who does it, from an optional `{"by": "name"}`."""
-    named = (body or {}).get("by", control.PERSON)
+def actor_of(request: Request, body: Annotated[dict[str, Any] | None, Body()] = None) -> str:
+    """Who does it, from an optional `{"by": "name"}`; else the token's name, if it has one."""
+    named = (body or {}).get("by", caller_of(request).name or control.PERSON)
     if not isinstance(named, str) or not named.isprintable() or not 0 < len(named) <= _LONGEST_NAME:
-        message = f"by is a printable name of 1 to {_LONGEST_NAME} characters, not {named!r}"
+        message = f"by is a printable name of 1 to {_LONGEST_NAME} characters, not {short(named)}"
         raise invalid(message, [("/by", message)])
     return named
 
@@ -78,19 +78,20 @@ def list_pins(conn: Reading, run: str) -> StrictJSONResponse:
 
 
 @router.put("/runs/{run}/pins", dependencies=_CONTROL)
-def put_pin(context: InContext, run: str, pin: Document) -> StrictJSONResponse:
+def put_pin(request: Request, context: InContext, run: str, pin: Document) -> StrictJSONResponse:
     """Fix a layer: `{"layer", "target": {"gemm": "dgrad"}, "action": "bf16_fallback"}`.
 
     Without an action the layer stays as it is and the policy leaves it alone.
     """
     with context.store.write() as conn:
-        answer, events = control.put_pin(conn, run, pin, actor_of(pin), context.clock())
+        answer, events = control.put_pin(conn, run, pin, actor_of(request, pin), context.clock())
     context.events.publish(events)
     return StrictJSONResponse(answer)
 
 
 @router.delete("/runs/{run}/pins", dependencies=_CONTROL)
 def delete_pin(
+    request: Request,
     context: InContext,
     run: str,
     pin: Annotated[dict[str, Any] | None, Body()] = None,
@@ -103,7 +104,7 @@ def delete_pin(
     named = {"gemm": gemm} if gemm else {"operand": operand, "layout": layout} if operand else None
     place = pin if pin is not None else {"layer": layer, "target": named}
     with context.store.write() as conn:
-        events = control.delete_pin(conn, run, place, actor_of(pin))
+        events = control.delete_pin(conn, run, place, actor_of(request, pin))
         answer = control.pins_of(conn, run)
     context.events.publish(events)
     return StrictJSONResponse(answer)

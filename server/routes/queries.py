@@ -8,7 +8,7 @@ from starlette.responses import StreamingResponse
 from fp8_safeguard.server import query
 from fp8_safeguard.server.answers import StrictJSONResponse
 from fp8_safeguard.server.auth import require
-from fp8_safeguard.server.context import InContext, Reading
+from fp8_safeguard.server.context import InContext, Reading, Viewing
 from fp8_safeguard.server.export import export_run
 from fp8_safeguard.server.grid import GRADIENT_DISTORTION
 from fp8_safeguard.server.heatmap import DEFAULT_COLUMNS, MOST_COLUMNS
@@ -23,7 +23,7 @@ Step = Annotated[int | None, Query(ge=0, le=2**63 - 1)]
 
 @router.get("/runs/{run}/layers")
 def layers(
-    conn: Reading,
+    conn: Viewing,
     run: str,
     state: str | None = None,
     order_by: str = "severity",
@@ -41,7 +41,7 @@ def layers(
 
 @router.get("/runs/{run}/series")
 def series(
-    conn: Reading,
+    conn: Viewing,
     run: str,
     metric: str,
     layer: str | None = None,
@@ -75,7 +75,7 @@ def series(
 
 @router.get("/runs/{run}/heatmap")
 def heatmap(
-    conn: Reading,
+    conn: Viewing,
     run: str,
     metric: str = GRADIENT_DISTORTION,
     operand: str | None = None,

@@ -182,10 +182,10 @@ def test_a_watch_breach_alerts_with_its_second_sample_and_resolves_after_three_c
         if step == 6:
             (alert,) = state.alerts.values()
     assert seen == [0, 0, 0, 1, 1, 1, 1, 1, 1, 0]
-    assert (alert.rule, alert.severity, alert.metric) == ("underflow", "watch", "underflow_ratio")
-    assert (alert.first_step, alert.step, alert.last_step, alert.threshold) == (2, 3, 6, 0.005)
-    assert alert.slot == Slot("blocks.0.o", operand="dy", layout="row")
-    assert alert.value == pytest.approx(0.006, rel=1e-3)
+    assert (alert.rule, alert.severity, alert.worst.metric) == ("underflow", "watch", "underflow_ratio")
+    assert (alert.first_step, alert.step, alert.last_step, alert.worst.threshold) == (2, 3, 6, 0.005)
+    assert alert.worst.slot == Slot("blocks.0.o", operand="dy", layout="row")
+    assert alert.worst.value == pytest.approx(0.006, rel=1e-3)
 
 
 def test_a_slot_that_was_not_sampled_neither_resolves_nor_extends(
@@ -217,7 +217,7 @@ def test_one_isolated_non_finite_sample_alerts_and_two_in_a_row_fall_back(
     config = dataclasses.replace(ENFORCE, clear_samples=1)
     state, decisions = follow([observation(0, slots, ill)], config)
     assert decisions == []
-    assert [(alert.rule, alert.severity, alert.value) for alert in state.alerts.values()] == [
+    assert [(alert.rule, alert.severity, alert.worst.value) for alert in state.alerts.values()] == [
         ("non-finite", "watch", 3)
     ]
     state, decisions = follow([observation(1, slots), observation(2, slots, ill)], config, state)
@@ -395,7 +395,7 @@ def test_the_worst_expert_is_followed_whoever_it_is(
         state, made = decide(state, seen, ENFORCE)
         decisions += made
     assert asked(decisions) == [(layer, "fprop", "bf16_fallback")]
-    assert [alert.slot.expert for alert in state.alerts.values()] == [3]
+    assert [alert.worst.slot.expert for alert in state.alerts.values()] == [3]
 
 
 def test_an_expert_with_a_handful_of_tokens_is_too_noisy_to_judge(

@@ -1,10 +1,18 @@
 """Fixtures of the service's tests: a store in a folder, a client, and sample documents."""
 
+import itertools
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx2
+import psycopg
 import pytest
 from starlette.testclient import TestClient
 
@@ -82,7 +90,7 @@ class Documents:
         return {**document, "slots": slots, "columns": columns, **header}
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def documents() -> Documents:
     return Documents()
 
@@ -92,8 +100,70 @@ def clock() -> Clock:
     return Clock()
 
 
+class Postgres:
+    """A PostgreSQL cluster of its own, on a socket in its folder."""
+
+    def __init__(self, programs: Path, folder: Path) -> None:
+        self._programs, self._folder = programs, folder
+        # PostgreSQL refuses to run as root; Debian's package made a user for it.
+        self._user = "postgres" if os.geteuid() == 0 else None
+        self._names = (f"t{number}" for number in itertools.count())
+
+    def _call(self, program: str, *arguments: str) -> None:
+        command = [str(self._programs / program), *arguments]
+        done = subprocess.run(command, user=self._user, cwd="/", capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, f"{program}: {done.stderr}"
+
+    def start(self) -> None:
+        if self._user:
+            shutil.chown(self._folder, self._user)
+        data = str(self._folder / "data")
+        # What SQLite and production do not differ in is not tested here: the disk may lie.
+        self._call("initdb", "-D", data, "-U", "postgres", "-A", "trust", "-E", "UTF8", "--no-sync")
+        options = f"-c listen_addresses='' -c fsync=off -c max_connections=300 -k {self._folder}"
+        log = str(self._folder / "log")
+        self._call("pg_ctl", "-D", data, "-l", log, "-w", "-o", options, "start")
+
+    def stop(self) -> None:
+        self._call("pg_ctl", "-D", str(self._folder / "data"), "-m", "immediate", "-w", "stop")
+
+    def fresh(self) -> str:
+        """The URL of a new, empty database."""
+        name = next(self._names)
+        with psycopg.connect(f"host={self._folder} user=postgres dbname=postgres", autocommit=True) as admin:
+            admin.execute(f"CREATE DATABASE {name}")
+        return f"postgresql+psycopg://postgres@/{name}?host={self._folder}"
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[Postgres]:
+    """A cluster for the whole session; a database for each test comes from `fresh`."""
+    found = sorted(Path("/usr/lib/postgresql").glob("*/bin"), key=lambda path: float(path.parent.name))
+    if not found:
+        missing = "PostgreSQL is not installed; on Debian: apt-get install postgresql"
+        if os.environ.get("CI") == "true":
+            pytest.fail(missing)
+        pytest.skip(missing)
+    folder = Path(tempfile.mkdtemp(prefix="fp8-postgres-"))
+    cluster = Postgres(found[-1], folder)
+    try:
+        cluster.start()
+        yield cluster
+        cluster.stop()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 @pytest.fixture
-def settings(tmp_path: Path) -> Settings:
+def backend(request: pytest.FixtureRequest) -> str:
+    """The database of the test: SQLite, unless it is parametrised (indirectly) with others."""
+    return str(getattr(request, "param", "sqlite"))
+
+
+@pytest.fixture
+def settings(request: pytest.FixtureRequest, tmp_path: Path, backend: str) -> Settings:
+    if backend == "postgresql":
+        return Settings(database_url=request.getfixturevalue("postgres").fresh())
     return Settings(database_url=f"sqlite:///{tmp_path}/store.db")
 
 
@@ -122,3 +192,51 @@ def live(settings: Settings) -> Iterator[httpx2.Client]:
     """A client of a real server on a loopback port."""
     with running_server(settings) as url, httpx2.Client(base_url=url, timeout=30) as client:
         yield client
+
+
+class Serving:
+    """`fp8-safeguard serve` as a process of its own."""
+
+    def __init__(self, database_url: str, log: Path, **settings: Any) -> None:
+        named = {
+            "DATABASE_URL": database_url,
+            **{name.upper(): str(value) for name, value in settings.items()},
+        }
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("FP8_SAFEGUARD_")}
+        environment = {**kept, **{f"FP8_SAFEGUARD_{name}": value for name, value in named.items()}}
+        command = [sys.executable, "-m", "fp8_safeguard.cli.main", "serve", "--port", "0"]
+        with log.open("ab") as errors:
+            self.process = subprocess.Popen(
+                command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
+            )
+        assert self.process.stdout is not None
+        addresses = (re.search(r"http://\S+", line) for line in self.process.stdout)
+        found = next((address for address in addresses if address), None)
+        if found is None:
+            self.end()
+            pytest.fail(f"the server did not start: {log.read_text()}")
+        self.url = found.group()
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate(timeout=30)
+
+
+@pytest.fixture(scope="session")
+def server_process() -> type[Serving]:
+    """For a server that several tests of a module share."""
+    return Serving
+
+
+@pytest.fixture
+def serve(settings: Settings, tmp_path: Path) -> Iterator[Callable[..., Serving]]:
+    """Starts processes that serve the test's store; they end with the test."""
+    started: list[Serving] = []
+
+    def start(**changes: Any) -> Serving:
+        started.append(Serving(settings.database_url, tmp_path / "serve.log", **changes))
+        return started[-1]
+
+    yield start
+    for serving in started:
+        serving.end()

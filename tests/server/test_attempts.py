@@ -52,6 +52,40 @@ def test_b72_a_resumed_run_shows_the_new_attempt_from_its_checkpoint(client: Tes
     assert (detail["attempt"], detail["first_step"], detail["last_step"]) == ("1", 0, 530)
 
 
+def test_b72_what_an_abandoned_attempt_measured_can_still_be_asked_for(client: TestClient, post: Any) -> None:
+    """As reported: steps 0 to 520, and again 501 to 530 with other values. Nothing that was accepted is lost."""
+    post("0", range(0, 521), 1.0)
+    post("1", range(501, 531), 2.0, parent="0", from_step=501)
+    for attempt, marks in (
+        ("0", dict.fromkeys(range(521), 1.0)),
+        ("1", {step: 1.0 if step <= 500 else 2.0 for step in range(531)}),
+    ):
+        for path, slot in (("series", {"layer": "a"}), ("heatmap", {})):
+            query = {"metric": "amax", "attempt": attempt, "max_points": 2000, "max_cols": 2000, **slot}
+            found = client.get(f"{API}/{path}", params=query).json()
+            values = found["values"][0] if path == "heatmap" else found["values"]
+            assert dict(zip(found["steps"], values, strict=True)) == marks
+        loss = client.get(f"{API}/series", params={"metric": "loss", "attempt": attempt, "max_points": 2000})
+        assert loss.json()["values"] == list(marks.values())
+        (layer,) = client.get(f"{API}/layers", params={"attempt": attempt}).json()["items"]
+        assert (layer["layer"], layer["worst"]["step"]) == ("a", max(marks))
+    # The choice is the request's own: the next one sees the run as it goes on.
+    assert client.get(f"{API}/series", params={"metric": "loss"}).json()["steps"][-1] == 530
+    for path in ("series", "heatmap", "layers"):
+        answer = client.get(f"{API}/{path}", params={"metric": "loss", "attempt": "2"})
+        assert (answer.status_code, answer.json()["type"]) == (404, "attempt-not-found")
+
+
+def test_b72_each_attempt_says_what_it_has(client: TestClient, post: Any) -> None:
+    post("0", range(0, 521, 40), 1.0)
+    post("1", range(501, 531, 29), 2.0, parent="0", from_step=501)
+    listed = client.get(f"{API}/attempts").json()["items"]
+    assert [(item["first_step"], item["last_step"], item["conflicts"]) for item in listed] == [
+        (0, 520, 0),
+        (501, 530, 0),
+    ]
+
+
 def test_b72_out_of_order_steps_are_stored_and_returned_sorted(client: TestClient, post: Any) -> None:
     for step in (3, 1, 2):
         post("0", range(step, step + 1), float(step))

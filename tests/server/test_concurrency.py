@@ -1,20 +1,28 @@
 """Several threads and processes on one store."""
 
 import json
+import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import anyio
 import httpx2
+import pytest
 
+from fp8_safeguard.server.gate import Gate
+from fp8_safeguard.server.problems import Problem
 from fp8_safeguard.server.serve import running_server
 from fp8_safeguard.server.settings import Settings
 from fp8_safeguard.server.store import open_store
 
 URL = "/api/v1/runs/demo/samples"
+both = pytest.mark.parametrize("backend", ["sqlite", "postgresql"], indirect=True)
 
 
 def at_once(jobs: list[Callable[[], Any]]) -> list[Any]:
@@ -34,6 +42,7 @@ def at_once(jobs: list[Callable[[], Any]]) -> list[Any]:
     return results
 
 
+@both
 def test_b57_sixteen_ranks_post_the_first_batch_of_a_new_run_at_once(
     settings: Settings, documents: Any
 ) -> None:
@@ -48,6 +57,7 @@ def test_b57_sixteen_ranks_post_the_first_batch_of_a_new_run_at_once(
         assert heatmap["values"] == [[16.0 * 65536]] * 2
 
 
+@both
 def test_b47_the_same_batch_from_two_servers_of_one_store_is_stored_once(
     settings: Settings, documents: Any
 ) -> None:
@@ -63,6 +73,7 @@ def test_b47_the_same_batch_from_two_servers_of_one_store_is_stored_once(
     assert sum(answer.json()["duplicates"] for answer in answers) == 7 * 150
 
 
+@both
 def test_b47_a_batch_with_one_new_slot_sent_by_all_at_once_adds_it_once(
     settings: Settings, documents: Any
 ) -> None:
@@ -99,6 +110,7 @@ print(json.dumps([[reply["inserted"], reply["duplicates"]] for reply in replies]
 """
 
 
+@both
 def test_b47_b59_processes_that_migrate_and_replay_together_store_each_slot_once(
     settings: Settings, documents: Any, tmp_path: Path
 ) -> None:
@@ -108,7 +120,7 @@ def test_b47_b59_processes_that_migrate_and_replay_together_store_each_slot_once
     writers = [
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)
     ]
-    assert all(writer.stdout and writer.stdout.readline() == "0001\n" for writer in writers)
+    assert all(writer.stdout and writer.stdout.readline() == "0002\n" for writer in writers)
     for writer in writers:
         assert writer.stdin
         writer.stdin.write("\n")
@@ -119,6 +131,90 @@ def test_b47_b59_processes_that_migrate_and_replay_together_store_each_slot_once
         assert sorted([mine, others]) == [[0, 16], [16, 0]]
 
 
+RANK = """
+import http.client, json, sys, time
+
+host, path, rank, replay = sys.argv[1:]
+bodies = open(replay).read().replace('"group": "0"', f'"group": "{rank}"').splitlines()
+server = http.client.HTTPConnection(host, timeout=30)
+sys.stdin.readline()
+seconds = []
+for body in bodies:
+    begun = time.monotonic()
+    while True:
+        server.request("POST", path, body, {"Content-Type": "application/json"})
+        answer = server.getresponse()
+        reply = json.load(answer)
+        if answer.status != 503:
+            break
+        time.sleep(float(answer.headers["Retry-After"]))
+    assert (answer.status, reply.get("inserted")) == (200, 20), reply
+    seconds.append(time.monotonic() - begun)
+print(json.dumps(seconds))
+"""
+
+
+@pytest.mark.parametrize(("backend", "steps"), [("sqlite", 50), ("postgresql", 10)], indirect=["backend"])
+def test_b56_eight_processes_write_while_two_readers_poll(
+    settings: Settings, documents: Any, tmp_path: Path, backend: str, steps: int
+) -> None:
+    slots = documents.slots(20, ({"operand": "x", "layout": "row"},))
+    replay = tmp_path / "batches.jsonl"
+    replay.write_text("\n".join(json.dumps(documents.sample(step, slots, groups=8)) for step in range(steps)))
+    done = threading.Event()
+    polled: list[int] = []
+
+    def poll(url: str) -> None:
+        with httpx2.Client(base_url=url, timeout=30) as client:
+            while not done.is_set():
+                for path in ("", "/demo/layers", "/demo/heatmap"):
+                    polled.append(client.get(f"/api/v1/runs{path}").status_code)
+                done.wait(0.05)
+
+    with running_server(settings) as url:
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-c", RANK, url.removeprefix("http://"), URL, str(rank), str(replay)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(8)
+        ]
+        # The readers may come before the run's first sample.
+        httpx2.post(url + URL, json=documents.sample(99, [], groups=8), timeout=30).raise_for_status()
+        readers = [threading.Thread(target=poll, args=(url,)) for _ in range(2)]
+        for reader in readers:
+            reader.start()
+        told = [json.loads(rank.communicate("\n", timeout=60)[0]) for rank in start_together(ranks)]
+        done.set()
+        for reader in readers:
+            reader.join()
+    assert [rank.returncode for rank in ranks] == [0] * 8
+    assert set(polled) == {200}
+    store = open_store(settings)
+    with store.read() as conn:
+        stored = conn.exec_driver_sql(
+            "SELECT body FROM slot_lists JOIN samples ON slot_lists.id = slot_list_id"
+        )
+        assert sum(len(json.loads(row.body)) for row in stored) == 8 * steps * 20
+        if backend == "sqlite":
+            assert conn.exec_driver_sql("PRAGMA journal_mode").scalar() == "wal"
+            assert conn.exec_driver_sql("PRAGMA busy_timeout").scalar() > 0
+    store.close()
+    waits = sorted(second for seconds in told for second in seconds)
+    assert waits[int(0.99 * len(waits))] < 5
+
+
+def start_together(ranks: list[Any]) -> list[Any]:
+    """Let the processes go, once all of them have begun."""
+    for rank in ranks:
+        rank.stdin.write("\n")
+        rank.stdin.flush()
+    return ranks
+
+
+@both
 def test_readers_are_answered_while_a_writer_holds_the_lock(settings: Settings, documents: Any) -> None:
     with running_server(settings) as url:
         httpx2.post(url + URL, json=documents.sample(0))
@@ -129,6 +225,7 @@ def test_readers_are_answered_while_a_writer_holds_the_lock(settings: Settings, 
         store.close()
 
 
+@both
 def test_a_busy_store_is_503_with_a_time_to_retry(settings: Settings, documents: Any) -> None:
     short = settings.model_copy(update={"busy_timeout_seconds": 0.2})
     with running_server(short) as url:
@@ -139,3 +236,72 @@ def test_a_busy_store_is_503_with_a_time_to_retry(settings: Settings, documents:
             assert answer.headers["retry-after"] == "1"
         store.close()
         assert httpx2.post(url + URL, json=documents.sample(0), timeout=10).status_code == 200
+
+
+def test_readers_are_answered_while_more_ingest_requests_wait_than_there_are_threads(
+    settings: Settings, documents: Any
+) -> None:
+    unbounded = httpx2.Limits(max_connections=None)
+    with running_server(settings) as url, httpx2.Client(base_url=url, timeout=60, limits=unbounded) as client:
+        client.post(URL, json=documents.sample(0))
+        store = open_store(settings)
+        answers: list[int] = []
+
+        def post(step: int) -> None:
+            answers.append(client.post(URL, json=documents.sample(step, [])).status_code)
+
+        writers = [threading.Thread(target=post, args=(step,)) for step in range(1, 61)]
+        with store.write():
+            for writer in writers:
+                writer.start()
+            for path in ("/api/v1/runs", "/api/v1/runs/demo/layers", "/metrics") * 3:
+                assert client.get(path).status_code == 200
+            assert answers == []
+        store.close()
+        for writer in writers:
+            writer.join()
+        assert answers == [200] * 60
+
+
+def test_a_request_that_finds_no_ingest_thread_in_time_is_503() -> None:
+    async def scenario() -> Problem:
+        gate = Gate(max_body_bytes=1000, wait_seconds=0.05)
+        leave = threading.Event()
+        async with anyio.create_task_group() as group:
+            for _ in range(4):
+                group.start_soon(gate.run, leave.wait)
+            await anyio.sleep(0)
+            with pytest.raises(Problem) as refused:
+                await gate.run(leave.wait)
+            leave.set()
+        # Those that were working end in good order, and there is room again.
+        assert await gate.run(lambda: "done") == "done"
+        return refused.value
+
+    problem = anyio.run(scenario)
+    assert (problem.status, problem.headers["Retry-After"]) == (503, "1")
+
+
+def test_bodies_that_memory_should_not_hold_at_once_are_429(settings: Settings) -> None:
+    """Four of the largest may be on their way; the fifth is told to come back."""
+    size = 100_000
+    small = settings.model_copy(update={"max_body_bytes": size})
+    head = (
+        f"POST {URL} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {size}\r\n\r\n"
+    )
+    with running_server(small) as url, ExitStack() as opened:
+        host, port = url.removeprefix("http://").split(":")
+        for _ in range(4):
+            sender = opened.enter_context(socket.create_connection((host, int(port))))
+            sender.sendall(head.encode() + b" " * (size - 1))
+        body = b" " * (size // 2)
+        answer = httpx2.Response(200)
+        deadline = time.monotonic() + 10
+        while answer.status_code != 429 and time.monotonic() < deadline:
+            answer = httpx2.post(url + URL, content=body, headers={"Content-Type": "application/json"})
+        assert (answer.status_code, answer.json()["type"]) == (429, "too-many-requests")
+        assert answer.headers["retry-after"] == "1"
+        opened.close()
+        while answer.status_code == 429 and time.monotonic() < deadline:
+            answer = httpx2.post(url + URL, content=body, headers={"Content-Type": "application/json"})
+        assert answer.status_code == 400

@@ -344,9 +344,11 @@ def test_a_rewind_forgets_what_the_abandoned_steps_taught(client: TestClient, po
         post(step)
     for step in range(6, 12):
         post(step, error=0.5)
-    assert client.get(f"{API}/alerts", params={"state": "open"}).json()["items"]
+    assert client.get(f"{API}/alerts", params={"state": "held"}).json()["items"]
     post(6, attempt={"id": "1", "parent": "0", "from_step": 6})
-    assert client.get(f"{API}/alerts", params={"state": "open"}).json()["items"] == []
+    (alert,) = client.get(f"{API}/alerts").json()["items"]
+    assert (alert["state"], alert["resolved_by"]) == ("resolved", None)
+    assert alert["resolved_reason"] == "steps from 6 on did not happen: attempt '1' went back"
     # The plan is the run's and outlives the attempt.
     assert len(client.get(f"{API}/plan").json()["entries"]) == 1
 

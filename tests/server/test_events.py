@@ -2,13 +2,17 @@
 
 import asyncio
 import json
+import socket
+import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx2
 import pytest
+from sqlalchemy import event
+from sqlalchemy.pool import Pool
 
 from fp8_safeguard.server.events import KEPT_EVENTS, Broadcast, Event
 from fp8_safeguard.server.serve import running_server
@@ -79,21 +83,76 @@ def test_a_stream_of_an_unknown_run_is_404(live: httpx2.Client) -> None:
     assert (answer.status_code, answer.json()["type"]) == (404, "run-not-found")
 
 
-def test_b70_streams_pin_no_connection_and_do_not_hold_up_ingest(settings: Settings, documents: Any) -> None:
+@pytest.fixture
+def held() -> Iterator[Callable[[], int]]:
+    """How many database connections of this process are in somebody's hands."""
+    out: set[int] = set()
+    taken = lambda connection, record, proxy: out.add(id(record))  # noqa: E731
+    given = lambda connection, record: out.discard(id(record))  # noqa: E731
+    event.listen(Pool, "checkout", taken)
+    event.listen(Pool, "checkin", given)
+    yield lambda: len(out)
+    event.remove(Pool, "checkout", taken)
+    event.remove(Pool, "checkin", given)
+
+
+@pytest.fixture
+def broadcasts(monkeypatch: pytest.MonkeyPatch) -> list[Broadcast]:
+    """The broadcasts made in the test."""
+    made: list[Broadcast] = []
+    begin = Broadcast.__init__
+
+    def remember(self: Broadcast, *arguments: Any) -> None:
+        begin(self, *arguments)
+        made.append(self)
+
+    monkeypatch.setattr(Broadcast, "__init__", remember)
+    return made
+
+
+def wait_until(true: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 20
+    while not true() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return true()
+
+
+def abort_stream(host: str, port: int) -> None:
+    """Ask for the stream and hang up at once, with a reset."""
+    with socket.create_connection((host, port), timeout=30) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        connection.sendall(f"GET {API}/events HTTP/1.1\r\nHost: {host}:{port}\r\n\r\n".encode())
+
+
+def test_b70_streams_pin_no_connection_and_do_not_hold_up_ingest(
+    settings: Settings, documents: Any, held: Callable[[], int], broadcasts: list[Broadcast]
+) -> None:
     with running_server(settings) as url, httpx2.Client(base_url=url, timeout=30) as client:
-        client.post(f"{API}/samples", json=documents.sample(0))
-        # More readers than the pool has connections.
+        client.post(f"{API}/samples", json=documents.sample(0, []))
         limits = httpx2.Limits(max_connections=None)
         with httpx2.Client(base_url=url, timeout=30, limits=limits) as viewers:
-            opened = [viewers.stream("GET", f"{API}/events") for _ in range(80)]
+            opened = [viewers.stream("GET", f"{API}/events") for _ in range(30)]
             responses = [stream.__enter__() for stream in opened]
-            for step in range(1, 21):
-                assert client.post(f"{API}/samples", json=documents.sample(step)).status_code == 200
-            steps = [[next(told)[1].get("step") for _ in range(21)] for told in map(events, responses)]
-            assert steps == [[None, *range(1, 21)]] * 80
+            told = [events(response) for response in responses]
+            assert [next(each)[0] for each in told] == ["state"] * 30
+            assert wait_until(lambda: held() == 0)
+            for step in range(1, 101):
+                assert client.post(f"{API}/samples", json=documents.sample(step, [])).status_code == 200
+            assert [[next(each)[1]["step"] for _ in range(100)] for each in told] == [
+                list(range(1, 101))
+            ] * 30
             for stream in opened:
                 stream.__exit__(None, None, None)
-        assert client.get(API).json()["last_step"] == 20
+        host, port = client.base_url.host, client.base_url.port
+        for _ in range(200):
+            abort_stream(host, port)
+        assert wait_until(lambda: held() == 0)
+        assert wait_until(lambda: broadcasts[0].readers() == 0)
+        with client.stream("GET", f"{API}/events") as response:
+            last = events(response)
+            assert next(last)[1]["last_step"] == 100
+            httpx2.post(f"{url}{API}/samples", json=documents.sample(101, []))
+            assert next(last)[1]["step"] == 101
 
 
 def test_the_server_stops_with_streams_open(settings: Settings, documents: Any) -> None:

@@ -170,8 +170,13 @@ FILTERS: list[tuple[dict[str, str], tuple[dict[str, str], ...] | None]] = [
 METRICS = ["gradient_distortion", "cosine", "sqnr_db", "underflow_ratio", "amax"]
 
 
-@pytest.mark.parametrize("seed", [11, 12])
-def test_heatmaps_and_series_equal_the_brute_force(client: TestClient, documents: Any, seed: int) -> None:
+@pytest.mark.parametrize(("seed", "part_steps"), [(11, None), (12, None), (12, 2)])
+def test_heatmaps_and_series_equal_the_brute_force(
+    client: TestClient, documents: Any, monkeypatch: pytest.MonkeyPatch, seed: int, part_steps: int | None
+) -> None:
+    if part_steps is not None:
+        # A long run is read in parts; how many there are must not show.
+        monkeypatch.setattr("fp8_safeguard.server.heatmap.PART_STEPS", part_steps)
     posted = random_samples(documents, seed)
     order = [sample for samples in posted.values() for sample in samples]
     random.Random(seed).shuffle(order)

@@ -9,13 +9,14 @@ from typing import Any
 import msgpack
 import numpy as np
 import pytest
-from sqlalchemy import Connection, event
+from sqlalchemy import Connection, event, text
 from starlette.testclient import TestClient
 
 from fp8_safeguard.monitor.slots import Slot, slots_id
 
 URL = "/api/v1/runs/demo/samples"
 JSON = {"Content-Type": "application/json"}
+both = pytest.mark.parametrize("backend", ["sqlite", "postgresql"], indirect=True)
 
 
 def layer_slots(count: int) -> list[dict[str, Any]]:
@@ -26,14 +27,10 @@ def counts(reply: dict[str, Any]) -> tuple[int, int]:
     return reply["inserted"], reply["duplicates"]
 
 
-def stored_slots(path: Path) -> int:
-    with sqlite3.connect(path) as database:
-        lists = database.execute(
-            "SELECT body FROM slot_lists JOIN samples ON slot_lists.id = samples.slot_list_id"
-        )
-        total = sum(len(json.loads(body)) for (body,) in lists)
-    database.close()
-    return total
+def stored_slots(client: TestClient) -> int:
+    with client.app.state.store.read() as conn:  # type: ignore[attr-defined]
+        lists = conn.execute(text("SELECT body FROM slot_lists JOIN samples ON slot_lists.id = slot_list_id"))
+        return sum(len(json.loads(row.body)) for row in lists)
 
 
 def test_a_sample_is_acknowledged_with_the_contract_members(client: TestClient, documents: Any) -> None:
@@ -50,16 +47,17 @@ def test_a_sample_is_acknowledged_with_the_contract_members(client: TestClient, 
     }
 
 
+@both
 def test_b47_a_resent_batch_counts_duplicates_and_only_the_new_slot_is_added(
-    client: TestClient, documents: Any, tmp_path: Path
+    client: TestClient, documents: Any
 ) -> None:
     batch = documents.sample(7, layer_slots(150))
     assert counts(client.post(URL, json=batch).json()) == (150, 0)
     assert counts(client.post(URL, json=batch).json()) == (0, 150)
-    assert stored_slots(tmp_path / "store.db") == 150
+    assert stored_slots(client) == 150
     mixed = documents.sample(7, layer_slots(151)[1:])
     assert counts(client.post(URL, json=mixed).json()) == (1, 149)
-    assert stored_slots(tmp_path / "store.db") == 151
+    assert stored_slots(client) == 151
     assert counts(client.post(URL, json=documents.sample(7, layer_slots(151))).json()) == (0, 151)
 
 
@@ -80,7 +78,7 @@ def test_b47_the_work_of_a_repeat_does_not_grow_with_the_history(
             f"INSERT INTO samples ({columns}) SELECT {values} FROM samples, history"
         )
     database.close()
-    assert stored_slots(tmp_path / "store.db") == 668 * 150 > 100_000
+    assert stored_slots(client) == 668 * 150 > 100_000
     long = instructions_of(client, lambda: client.post(URL, json=batch).json())
     assert counts(long[0]) == (0, 150)
     assert 0 < long[1] <= 2 * short[1]
@@ -112,6 +110,7 @@ def instructions_of(client: TestClient, call: Callable[[], Any]) -> tuple[Any, i
     return answer, seen
 
 
+@both
 def test_b47_a_nan_equals_itself(client: TestClient, documents: Any) -> None:
     slots = layer_slots(2)
     values = [documents.values(slot, amax="NaN", sum_sq="Infinity") for slot in slots]
@@ -120,6 +119,7 @@ def test_b47_a_nan_equals_itself(client: TestClient, documents: Any) -> None:
     assert counts(client.post(URL, json=sample).json()) == (0, 2)
 
 
+@both
 @pytest.mark.parametrize(
     ("column", "value"),
     [
@@ -132,7 +132,7 @@ def test_b47_a_nan_equals_itself(client: TestClient, documents: Any) -> None:
     ],
 )
 def test_a_differing_slot_is_refused_and_nothing_of_the_sample_is_stored(
-    client: TestClient, documents: Any, tmp_path: Path, column: str, value: Any
+    client: TestClient, documents: Any, column: str, value: Any
 ) -> None:
     client.post(URL, json=documents.sample(7, layer_slots(3)))
     slots = layer_slots(5)
@@ -143,9 +143,10 @@ def test_a_differing_slot_is_refused_and_nothing_of_the_sample_is_stored(
     assert answer.headers["content-type"] == "application/problem+json"
     assert answer.json()["type"] == "sample-conflict"
     assert [error["pointer"] for error in answer.json()["errors"]] == ["/slots/2"]
-    assert stored_slots(tmp_path / "store.db") == 3
+    assert stored_slots(client) == 3
 
 
+@both
 def test_same_values_of_another_attempt_group_or_step_are_new(client: TestClient, documents: Any) -> None:
     sample = documents.sample(7, groups=2)
     assert counts(client.post(URL, json=sample).json()) == (16, 0)
@@ -163,6 +164,7 @@ def test_a_slot_twice_in_a_body_names_both_places(client: TestClient, documents:
     assert "/slots/1" in answer.json()["detail"]
 
 
+@both
 def test_a_slot_twice_in_two_samples_of_a_body_names_both_places(client: TestClient, documents: Any) -> None:
     sample = documents.sample(7, layer_slots(2))
     first, second = client.post(URL, json={"samples": [sample, sample]}).json()["results"]
@@ -192,6 +194,7 @@ def test_a_list_of_more_than_256_samples_is_refused(client: TestClient, document
     assert client.post(URL, json={"samples": []}).json() == {"results": []}
 
 
+@both
 def test_slots_id_is_usable_once_the_list_was_accepted(client: TestClient, documents: Any) -> None:
     full = documents.sample(1)
     digest = slots_id([Slot.from_wire(slot) for slot in full["slots"]])
@@ -228,6 +231,7 @@ def test_a_run_id_of_128_characters_is_accepted(client: TestClient, documents: A
     assert client.get(f"/api/v1/runs/{run}").json()["id"] == run
 
 
+@both
 @pytest.mark.parametrize("step", [2**31 + 5, 2**63 - 1])
 def test_b77_large_steps_are_stored_exactly(client: TestClient, documents: Any, step: int) -> None:
     run = {"tokens": 6_800_000_000, "loss": 1.0}
@@ -238,6 +242,7 @@ def test_b77_large_steps_are_stored_exactly(client: TestClient, documents: Any, 
     assert (series["steps"], series["values"]) == ([step], [6.8e9])
 
 
+@both
 @pytest.mark.parametrize("step", [-1, 2**63, 10**20, True, 1.5, "7", None])
 def test_b77_b76_steps_that_are_none_are_422(client: TestClient, documents: Any, step: Any) -> None:
     answer = client.post(URL, json={**documents.sample(0), "step": step})
@@ -245,6 +250,7 @@ def test_b77_b76_steps_that_are_none_are_422(client: TestClient, documents: Any,
     assert [error["pointer"] for error in answer.json()["errors"]] == ["/step"]
 
 
+@both
 def test_b77_counts_up_to_int64_are_kept_exactly(client: TestClient, documents: Any) -> None:
     slots = layer_slots(1)
     values = [documents.values(slots[0], count=2**63 - 1, zeros=2**53 + 1)]
@@ -254,6 +260,7 @@ def test_b77_counts_up_to_int64_are_kept_exactly(client: TestClient, documents: 
     assert client.post(URL, json=documents.sample(1, slots, values)).status_code == 409
 
 
+@both
 def test_b52_one_nan_stores_all_records_and_marks_the_non_finite(client: TestClient, documents: Any) -> None:
     slots = layer_slots(100)
     values = [documents.values(slot) for slot in slots]
@@ -326,6 +333,7 @@ def test_an_attempt_announced_differently_is_refused(client: TestClient, documen
     assert (answer.status_code, answer.json()["type"]) == (409, "attempt-conflict")
 
 
+@both
 def test_what_the_first_sample_said_of_its_attempt_holds_for_those_that_do_not_say_it(
     client: TestClient, documents: Any
 ) -> None:
@@ -353,6 +361,7 @@ def test_a_schema_that_is_not_accepted_is_409_with_those_that_are(
     assert answer.json()["accepted_schemas"] == [1]
 
 
+@both
 def test_run_values_that_a_repeat_brings_first_are_kept(client: TestClient, documents: Any) -> None:
     client.post(URL, json=documents.sample(0, run={"loss": 2.0}))
     client.post(URL, json=documents.sample(0, run={"loss": 9.0, "gradient_norm": 0.5}))

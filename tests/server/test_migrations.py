@@ -3,18 +3,25 @@
 import sqlite3
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
+from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
+from sqlalchemy import Connection, MetaData, inspect
+from starlette.testclient import TestClient
 
 from fp8_safeguard import migrations
 from fp8_safeguard.server.app import create_app
-from fp8_safeguard.server.migrate import head_revision, upgrade
+from fp8_safeguard.server.migrate import head_revision, migration_config, upgrade
 from fp8_safeguard.server.settings import Settings
 from fp8_safeguard.server.store import Store, StoreError, open_store
 from fp8_safeguard.server.tables import metadata
+
+# A store that version 0.1.0 wrote: seven samples, an acknowledged alert, another one, a decision in force.
+FIRST_SCHEMA = Path(__file__).with_name("store_0001.sql")
 
 
 @pytest.fixture
@@ -22,30 +29,17 @@ def store(settings: Settings) -> Store:
     return open_store(settings)
 
 
-def test_migrations_make_exactly_the_tables_that_the_code_uses(store: Store) -> None:
-    upgrade(store)
-    with store.read() as conn:
-        assert compare_metadata(MigrationContext.configure(conn), metadata) == []
-    store.close()
+@pytest.fixture
+def first(tmp_path: Path, settings: Settings) -> Settings:
+    """Settings of a store of the first schema with data."""
+    with sqlite3.connect(tmp_path / "store.db") as database:
+        database.executescript(FIRST_SCHEMA.read_text(encoding="utf-8"))
+    database.close()
+    return settings
 
 
-def test_upgrading_twice_changes_nothing(store: Store) -> None:
-    assert upgrade(store) == head_revision() == "0001"
-    assert upgrade(store) == "0001"
-    store.close()
-
-
-def test_every_revision_can_be_undone() -> None:
-    assert migrations.__file__ is not None
-    scripts = ScriptDirectory(str(Path(migrations.__file__).parent))
-    revisions = list(scripts.walk_revisions())
-    assert len(scripts.get_heads()) == 1
-    assert all(revision.module.downgrade.__code__.co_code for revision in revisions)
-
-
-def test_b59_four_services_that_start_together_on_an_empty_store_all_become_healthy(
-    settings: Settings,
-) -> None:
+def start_together(settings: Settings) -> None:
+    """Four services upgrade the store at once; any failure is raised."""
     gate = threading.Barrier(4)
     failures: list[BaseException] = []
 
@@ -64,9 +58,117 @@ def test_b59_four_services_that_start_together_on_an_empty_store_all_become_heal
     for thread in threads:
         thread.join()
     assert failures == []
+
+
+def revisions(settings: Settings) -> list[Any]:
     store = open_store(settings)
     with store.read() as conn:
-        assert conn.exec_driver_sql("SELECT version_num FROM alembic_version").all() == [("0001",)]
+        found = conn.exec_driver_sql("SELECT version_num FROM alembic_version").all()
+    store.close()
+    return [row[0] for row in found]
+
+
+def test_migrations_make_exactly_the_tables_that_the_code_uses(store: Store) -> None:
+    upgrade(store)
+    with store.read() as conn:
+        assert compare_metadata(MigrationContext.configure(conn), metadata) == []
+    store.close()
+
+
+def test_upgrading_twice_changes_nothing(store: Store) -> None:
+    assert upgrade(store) == head_revision() == "0002"
+    assert upgrade(store) == "0002"
+    store.close()
+
+
+def test_every_revision_can_be_undone() -> None:
+    assert migrations.__file__ is not None
+    scripts = ScriptDirectory(str(Path(migrations.__file__).parent))
+    revisions = list(scripts.walk_revisions())
+    assert len(scripts.get_heads()) == 1
+    assert all(revision.module.downgrade.__code__.co_code for revision in revisions)
+
+
+def test_b59_four_services_that_start_together_on_an_empty_store_all_become_healthy(
+    settings: Settings,
+) -> None:
+    start_together(settings)
+    assert revisions(settings) == ["0002"]
+
+
+def test_b59_four_services_that_start_together_upgrade_a_store_of_the_first_schema_once(
+    first: Settings,
+) -> None:
+    start_together(first)
+    assert revisions(first) == ["0002"]
+
+
+def test_a_store_of_the_first_schema_keeps_its_data_and_goes_on(first: Settings, documents: Any) -> None:
+    with TestClient(create_app(first)) as client:
+        listed = client.get("/api/v1/runs/demo/alerts").json()["items"]
+        # What were two alerts of one rule and layer, fprop's and dgrad's, are one from here on.
+        assert [(item["rule"], item["state"], item["acknowledged_by"]) for item in listed] == [
+            ("underflow", "open", None),
+            ("gemm-error", "resolved", None),
+            ("gemm-error", "open", "ada"),
+        ]
+        assert [item["slots"][0]["slot"].get("gemm") for item in listed] == [None, "dgrad", "fprop"]
+        assert {item["occurrences"] for item in listed} == {1}
+        detail = client.get("/api/v1/runs/demo").json()
+        assert (detail["last_step"], detail["loss"], detail["conflicts"]) == (6, 1.9, 0)
+        decided = client.get("/api/v1/runs/demo/decisions").json()["items"]
+        assert [item["state"] for item in decided] == ["proposed", "sent"]
+        kinds = ({"operand": "x", "layout": "row"}, {"operand": "w", "layout": "tile"})
+        sample = documents.sample(7, documents.slots(3, kinds), mode="enforce", plan_version=1)
+        reply = client.post("/api/v1/runs/demo/samples", json=sample)
+        assert (reply.status_code, reply.json()["plan_version"], reply.json()["alerts"]) == (200, 1, [])
+        # Its dgrad is beyond the budget, so the alert is not held.
+        after = client.get("/api/v1/runs/demo/alerts").json()["items"]
+        assert [item["state"] for item in after] == ["open", "resolved", "open"]
+
+
+@pytest.mark.parametrize("backend", ["postgresql"], indirect=True)
+def test_a_postgresql_store_of_the_first_schema_is_upgraded_with_its_data(
+    settings: Settings, tmp_path: Path
+) -> None:
+    store = open_store(settings)
+    with store.write() as conn:
+        command.upgrade(migration_config(conn), "0001")
+        _copy_first_schema(tmp_path / "first.db", conn)
+    assert upgrade(store) == "0002"
+    with store.read() as conn:
+        assert compare_metadata(MigrationContext.configure(conn), metadata) == []
+    with TestClient(create_app(settings)) as client:
+        listed = client.get("/api/v1/runs/demo/alerts").json()["items"]
+        assert [item["state"] for item in listed] == ["open", "resolved", "open"]
+        assert client.get("/api/v1/runs/demo").json()["last_step"] == 6
+    with store.write() as conn:
+        command.downgrade(migration_config(conn), "0001")
+        assert conn.exec_driver_sql("SELECT count(*) FROM alerts").scalar() == 3
+    store.close()
+
+
+def _copy_first_schema(path: Path, conn: Connection) -> None:
+    with sqlite3.connect(path) as database:
+        database.executescript(FIRST_SCHEMA.read_text(encoding="utf-8"))
+        database.row_factory = sqlite3.Row
+        tables = MetaData()
+        tables.reflect(conn)
+        for table in tables.sorted_tables:
+            rows = [dict(row) for row in database.execute(f'SELECT * FROM "{table.name}"')]
+            if rows and table.name != "alembic_version":
+                conn.execute(table.insert(), rows)
+    database.close()
+
+
+def test_the_second_schema_can_be_undone_without_losing_data(first: Settings) -> None:
+    store = open_store(first)
+    upgrade(store)
+    with store.write() as conn:
+        command.downgrade(migration_config(conn), "0001")
+        assert conn.exec_driver_sql("SELECT count(*) FROM samples").scalar() == 7
+        assert "occurrences" not in {column["name"] for column in inspect(conn).get_columns("alerts")}
+    assert upgrade(store) == "0002"
     store.close()
 
 
@@ -116,7 +218,7 @@ def test_a_failed_migration_leaves_nothing_behind(store: Store, monkeypatch: pyt
     with pytest.raises(RuntimeError, match="power cut"):
         upgrade(store)
     monkeypatch.undo()
-    assert upgrade(store) == "0001"
+    assert upgrade(store) == "0002"
     store.close()
 
 

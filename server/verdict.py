@@ -1,0 +1,132 @@
+"""What a run's state means: why, and what to do next."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fp8_safeguard.dashboards.metrics import format_value, metric_view
+from fp8_safeguard.monitor.numbers import decode_number
+
+
+@dataclass(frozen=True, kw_only=True)
+class Situation:
+    """All that a verdict is made of."""
+
+    state: str
+    """One of the run's states."""
+    health: str
+    """What alerts and plan say, whether or not the run still reports."""
+    mode: str
+    worst_alert: Mapping[str, Any] | None
+    """The open alert to look at first."""
+    what_if: Mapping[str, Any] | None
+    """An alert of a layer that runs in high precision."""
+    plan: Sequence[Mapping[str, Any]]
+    silent_seconds: float
+    """Since the newest sample."""
+    last_step: int | None
+    conflicts: int
+    """Samples of the newest attempt that were refused because others are stored in their place."""
+    last_conflict_step: int | None
+    ended_groups: int
+    groups: int
+
+
+def verdict_of(now: Situation) -> dict[str, str]:
+    """`why` and `next`, one sentence each."""
+    why, then = _verdict(now)
+    if now.conflicts:
+        why += f"; {_refused(now)}: this run id and attempt are used twice"
+        then = "give each trainer its own run id, and a resumed one a new attempt id; then: " + then
+    return {"why": why, "next": then}
+
+
+def _refused(now: Situation) -> str:
+    samples = "1 sample was" if now.conflicts == 1 else f"{now.conflicts} samples were"
+    return f"{samples} refused (the last at step {now.last_conflict_step})"
+
+
+def _verdict(now: Situation) -> tuple[str, str]:
+    if now.state == "ended":
+        return _ended(now)
+    if now.state == "stale":
+        return _stale(now)
+    if now.state in ("unstable", "watch") and now.worst_alert is not None:
+        return why_alert(now.worst_alert), _next_step(now)
+    if now.state == "watch" and now.what_if is not None:
+        return (
+            f"in FP8 this would be trouble, but the layer runs in high precision: {why_alert(now.what_if)}",
+            "keep that layer in high precision when the others go to FP8",
+        )
+    if now.state == "fallback":
+        return (
+            f"the plan holds a fault: {_deviations(now.plan)}; the map goes on showing what FP8 would do",
+            "find the cause in the decisions; a gemm returns to FP8 once its numbers are healthy again",
+        )
+    return "every judged slot is within its thresholds", "nothing to do"
+
+
+_ENDINGS = {
+    "healthy": "healthy",
+    "watch": "with alerts that were only worth watching",
+    "unstable": "unstable: with open alerts that nothing held",
+}
+
+
+def _ended(now: Situation) -> tuple[str, str]:
+    how = _ENDINGS.get(now.health, f"with its faults held by the plan: {_deviations(now.plan)}")
+    if now.health == "watch" and now.worst_alert is None:
+        how = "healthy, but layers that ran in high precision would have been in trouble in FP8"
+    return (
+        f"the trainer said that the run has ended, after step {now.last_step}, {how}",
+        "compare it, or export it",
+    )
+
+
+def _stale(now: Situation) -> tuple[str, str]:
+    minutes = f"no sample for {now.silent_seconds / 60:.1f} min"
+    if now.ended_groups:
+        quiet = now.groups - now.ended_groups
+        return (
+            f"{minutes}: {now.ended_groups} of {now.groups} groups have ended, {quiet} stopped without a word",
+            "look at the log of the groups that did not end",
+        )
+    before = "" if now.health == "healthy" else f"; before that it was {now.health}"
+    return (
+        f"{minutes}: the trainer stopped, or the network is down{before}",
+        "look at the trainer's log, then at the address its client reports to; what it measured meanwhile is in its "
+        "spool and arrives when it reports again. If it is over, mark the run as ended",
+    )
+
+
+def _deviations(plan: Sequence[Mapping[str, Any]]) -> str:
+    """What the plan changes, the first two layers by name."""
+    names = sorted({entry["layer"] for entry in plan})
+    more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+    fallback = any(entry["action"] == "bf16_fallback" for entry in plan)
+    return f"{', '.join(names[:2])}{more} {'in BF16' if fallback else 'with other scales'}"
+
+
+def why_alert(alert: Mapping[str, Any]) -> str:
+    """An alert in one sentence."""
+    slot = alert.get("slot") or {}
+    where = slot.get("gemm") or " ".join(part for part in (slot.get("operand"), slot.get("layout")) if part)
+    place = f"{alert['layer']} {where}".strip() if alert.get("layer") else "the whole run"
+    view = metric_view(str(alert.get("metric")))
+    value, limit = (decode_number(alert.get(name)) for name in ("value", "threshold"))
+    others = len(alert.get("slots") or ()) - 1
+    more = f", and {others} more of its tensors" if others > 0 else ""
+    beyond = "" if limit is None else f" (limit {format_value(limit, view)})"
+    return f"{place}: {view.label} {format_value(value, view)}{beyond} since step {alert.get('first_step')}{more}"
+
+
+def _next_step(now: Situation) -> str:
+    if now.worst_alert is not None and now.worst_alert.get("layer") is None:
+        return "look at the loss and the learning rate, and at the earliest alert of a layer"
+    if now.state == "watch":
+        return "watch it: nothing is decided on this alone"
+    if now.mode == "enforce":
+        return "the policy acts by itself; look at the decisions"
+    if now.mode == "advise":
+        return "approve or reject the proposed decision"
+    return "the run is only observed; change its mode to advise or enforce to let a remedy take effect"
