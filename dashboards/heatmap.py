@@ -38,13 +38,14 @@ def heatmap_figure(
     step_width: int = 1,
     decisions: Sequence[Mapping[str, Any]] = (),
     theme: str = "light",
+    empty: str | None = None,
 ) -> go.Figure:
     """Heatmap of `values[layer][step]`.
 
     None is "not sampled" and stays a gap; NaN and Inf (floats, or the wire's strings) become marks of their own,
     never colours; rows may be ragged and are padded with None. `nonfinite` holds (row, column, NaN count, Inf count).
     On the log scale `z` is log10 of the value and `customdata` the value itself. `step_width` is the number of
-    steps that a column stands for. `decisions` mark where a row went to BF16. `thresholds` are {"value", "severity", "origin"} or plain numbers.
+    steps that a column stands for. `decisions` mark where a row went to BF16. `thresholds` are {"value", "severity", "origin"} or plain numbers. `empty` is said where there is nothing to draw.
 
     Raises HeatmapInputError when the shapes disagree or there are more than MAX_CELLS cells.
     """
@@ -60,7 +61,7 @@ def heatmap_figure(
     _add_thresholds(figure, thresholds, view, scale, bounds, colours)
     if not any(value is not None for row in cells for value in row) and not marks:
         text = f"{view.label}: not sampled in this range" if len(steps) and len(layers) else "no samples yet"
-        figure.add_annotation(empty_note(colours, text))
+        figure.add_annotation(empty_note(colours, escape(empty or text)))
     return figure
 
 
@@ -339,7 +340,7 @@ def _add_thresholds(
             y0=position, y1=position, line={"color": colour, "width": 1.5},
         )  # fmt: skip
         figure.add_annotation(
-            xref="paper", yref="paper", x=1, y=position, xshift=62, xanchor="left", showarrow=False,
+            xref="paper", yref="paper", x=1, y=position, xshift=62, xanchor="left", yanchor="middle", showarrow=False,
             text=escape(severity or format_value(value, view)), font={"size": 10, "color": colour},
             hovertext=escape(f"{severity or 'threshold'} at {format_value(value, view)} {entry.get('origin', '')}".strip()),
         )  # fmt: skip

@@ -75,7 +75,11 @@ def _add_broken(figure: go.Figure, steps: Sequence[int], losses: Sequence[Any], 
             mode="markers",
             name="non-finite loss",
             text=[f"loss {float(loss)}" for _, loss in broken],
-            marker={"symbol": "x", "size": 9, "color": colours.nonfinite},
+            marker={
+                "symbol": ["x" if math.isnan(float(loss)) else "triangle-up" for _, loss in broken],
+                "size": 9,
+                "color": colours.nonfinite,
+            },
             hovertemplate="step %{x:,d}<br><b>%{text}</b><extra></extra>",
         )
     )

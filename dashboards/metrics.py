@@ -20,6 +20,11 @@ class MetricView:
     worse_when_low: bool = False
 
     @property
+    def direction(self) -> str:
+        """Which way is bad, in words."""
+        return "lower is worse" if self.worse_when_low else "higher is worse"
+
+    @property
     def hover_format(self) -> str:
         """d3 format of one value."""
         return ".3~p" if self.percent else ".4~g"
@@ -55,13 +60,15 @@ VIEWS: dict[str, MetricView] = {
     "saturation_ratio": _ratio("saturation", "finite elements beyond the largest FP8 value, over all", 1e-6),
     "zero_ratio": _ratio("zeros", "elements that are zero after quantisation, over all", 1e-6),
     "rows_flushed_ratio": _ratio("flushed rows", "non-zero rows that went to zero whole, over all", 1e-6),
-    "cosine": MetricView(label="cosine", bounds=(0.0, 1.0), worse_when_low=True),
-    "sqnr_db": MetricView(label="SQNR", unit="dB", bounds=(0.0, 40.0), worse_when_low=True),
-    "tile_sqnr_p01_db": MetricView(label="SQNR of the worst 1 % of blocks", unit="dB", bounds=(0.0, 40.0),
-                                   worse_when_low=True),
-    "kurtosis": MetricView(label="kurtosis", definition="n Σx⁴ / (Σx²)², Gaussian 3", log_bounds=(1.0, 1e5)),
-    "amax": MetricView(label="amax", definition="largest magnitude"),
-    "nonfinite_count": MetricView(label="non-finite values", unit="elements"),
+    "cosine": MetricView(label="cosine", definition="of the tensor and its FP8 image; 1 is a perfect match",
+                         bounds=(0.0, 1.0), worse_when_low=True),
+    "sqnr_db": MetricView(label="SQNR", unit="dB", definition="10 log₁₀ of signal over quantisation error",
+                          bounds=(0.0, 40.0), worse_when_low=True),
+    "tile_sqnr_p01_db": MetricView(label="SQNR, worst 1 % of blocks", unit="dB", bounds=(0.0, 40.0),
+                                   definition="SQNR that 99 % of the quantisation blocks reach", worse_when_low=True),
+    "kurtosis": MetricView(label="kurtosis", definition="n Σx⁴ / (Σx²)²; a Gaussian has 3", log_bounds=(1.0, 1e5)),
+    "amax": MetricView(label="amax", definition="largest finite magnitude of the tensor"),
+    "nonfinite_count": MetricView(label="NaN and Inf", unit="elements", definition="NaN and Inf elements of the tensor"),
 }  # fmt: skip
 
 PAGE_METRICS = (
@@ -70,6 +77,13 @@ PAGE_METRICS = (
     "underflow_ratio",
     "saturation_ratio",
     "cosine_distortion",
+    "sqnr_db",
+    "tile_sqnr_p01_db",
+    "zero_ratio",
+    "rows_flushed_ratio",
+    "amax",
+    "kurtosis",
+    "nonfinite_count",
 )
 """The metrics that the run page offers, in its order."""
 
@@ -79,9 +93,20 @@ def metric_view(metric: str) -> MetricView:
     return VIEWS.get(metric) or MetricView(label=metric.replace("_", " "))
 
 
+LOG_WITHOUT_RANGE = ("amax", "nonfinite_count")
+"""Metrics that span decades without a range of their own."""
+
+
 def default_scale(metric: str) -> str:
-    """The colour scale a page opens `metric` with: "log" where a fixed log range exists."""
-    return "log" if metric_view(metric).log_bounds else "linear"
+    """The colour scale a page opens `metric` with: "log" for what spans decades."""
+    return "log" if metric_view(metric).log_bounds or metric in LOG_WITHOUT_RANGE else "linear"
+
+
+def format_limit(threshold: float | None, view: MetricView) -> str:
+    """A limit with the side on which a value is good: "≤ 0.5 %" or "≥ 28.5 dB"."""
+    if threshold is None:
+        return "–"
+    return f"{'≥' if view.worse_when_low else '≤'} {format_value(threshold, view)}"
 
 
 def format_value(value: float | None, view: MetricView) -> str:

@@ -1,11 +1,13 @@
 """Cuts the API's heatmap answer to what a page shows."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 from typing import Any
+
+from fp8_safeguard.monitor.metrics import metric_needs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,13 +20,18 @@ class HeatmapSlice:
     nonfinite: list[tuple[int, int, int, int]]
 
 
+def layer_matches(layer: str, text: str) -> bool:
+    """Whether a layer's name contains a text, spaces and all; case is folded, the one rule of page and figures."""
+    return text.casefold() in layer.casefold()
+
+
 def cut_heatmap(answer: Mapping[str, Any], *, contains: str = "", worst_first: bool = False) -> HeatmapSlice:
     """The layers whose name contains a text (case ignored), with empty columns where sampling paused.
 
     Without those columns Plotly would stretch a cell over steps that it does not describe. `worst_first` orders the rows by
     their worst value instead of by depth.
     """
-    kept = [row for row, layer in enumerate(answer["layers"]) if contains.casefold() in layer.casefold()]
+    kept = [row for row, layer in enumerate(answer["layers"]) if layer_matches(layer, contains)]
     if worst_first:
         kept.sort(key=lambda row: _badness(answer, row), reverse=True)
     steps, origin = fill_gaps(answer["steps"])
@@ -62,12 +69,33 @@ def slot_filter(slot: str) -> dict[str, Any]:
     return {"operand": operand, "layout": layout} if layout else {"gemm": operand}
 
 
-def strictest(thresholds: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The lowest threshold of each severity: from there on somebody is being judged."""
-    lowest: dict[str, Mapping[str, Any]] = {}
-    for threshold in sorted(thresholds, key=lambda threshold: float(threshold["value"])):
-        lowest.setdefault(str(threshold["severity"]), threshold)
-    return list(lowest.values())
+GEMM_COLUMNS = frozenset({"count", "nan", "inf", "amax", "sum_sq", "sum_sq_q", "sum_sq_err"})
+"""What a recomputed GEMM reports; metrics of other columns are null there."""
+GRADIENT_SLOTS = ("dgrad", "wgrad", "dy row", "dy col")
+
+
+def offered_slots(present: Collection[str], metrics: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """The slots that exist for each metric, of those `present` in a run."""
+    return {
+        metric: tuple(slot for slot in SLOTS if slot in present and _has(slot, metric)) for metric in metrics
+    }
+
+
+def _has(slot: str, metric: str) -> bool:
+    if metric == "gradient_distortion":
+        return slot in GRADIENT_SLOTS
+    return " " in slot or GEMM_COLUMNS.issuperset(metric_needs(metric))
+
+
+def strictest(
+    thresholds: Iterable[Mapping[str, Any]], *, lower_is_worse: bool = False
+) -> list[Mapping[str, Any]]:
+    """The threshold of each severity that is reached first: from there on somebody is being judged."""
+    first: dict[str, Mapping[str, Any]] = {}
+    ordered = sorted(thresholds, key=lambda threshold: float(threshold["value"]), reverse=lower_is_worse)
+    for threshold in ordered:
+        first.setdefault(str(threshold["severity"]), threshold)
+    return list(first.values())
 
 
 def fill_gaps(steps: Sequence[int]) -> tuple[list[int], list[int | None]]:

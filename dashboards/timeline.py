@@ -16,11 +16,11 @@ HOVER_COLUMNS = 76
 # Row of the lane, marker symbol, theme colour. Shape and row carry the meaning too: colour never alone.
 LANES: dict[str, tuple[str, str, str]] = {
     "bf16_fallback": ("BF16 fallback", "diamond", "fallback"),
-    "scale_multiplier": ("scale, format", "triangle-up", "accent"),
-    "scale_rounding": ("scale, format", "triangle-up", "accent"),
-    "format": ("scale, format", "triangle-up", "accent"),
-    "amax_history": ("scale, format", "triangle-up", "accent"),
-    "margin": ("scale, format", "triangle-up", "accent"),
+    "scale_multiplier": ("scale, format", "bowtie", "accent"),
+    "scale_rounding": ("scale, format", "bowtie", "accent"),
+    "format": ("scale, format", "bowtie", "accent"),
+    "amax_history": ("scale, format", "bowtie", "accent"),
+    "margin": ("scale, format", "bowtie", "accent"),
     "gradient_smoothing": ("smoothing", "square", "accent"),
     "restore": ("restore", "circle", "healthy"),
     "advice": ("advice", "star", "watch"),
@@ -35,13 +35,14 @@ def timeline_figure(
     *,
     alerts: Sequence[Mapping[str, Any]] = (),
     last_step: int | None = None,
+    ended: bool = False,
     theme: str = "light",
 ) -> go.Figure:
     """One marker per decision at the step that caused it, on the same step axis as the heatmap.
 
     Hover tells action, target and reason. A filled marker is in force, a hollow one is only proposed, rejected or
     over. A bar runs from the effective step of a fallback to the restore that ended it, or to `last_step`.
-    `alerts` become markers at their first step.
+    `alerts` become octagons at their first step, filled for "act". `ended` tells a run that needed no decision from one that may still.
     """
     colours = get_theme(theme)
     lanes = _lanes_in_use(decisions, alerts)
@@ -66,7 +67,8 @@ def timeline_figure(
     for lane in lanes:
         _add_lane(figure, lane, [d for d in decisions if _lane(d)[0] == lane], colours)
     if not lanes:
-        figure.add_annotation(empty_note(colours, "no decisions yet"))
+        text = "no decision was needed" if ended else "no decisions yet"
+        figure.add_annotation(empty_note(colours, text))
     return figure
 
 
@@ -245,7 +247,10 @@ def _add_alerts(figure: go.Figure, alerts: Sequence[Mapping[str, Any]], colours:
             customdata=[_alert_story(alert) for alert in alerts],
             hovertemplate="%{hovertext}<extra></extra>",
             marker={
-                "symbol": ["x-thin" if alert.get("severity") == "act" else "line-ns" for alert in alerts],
+                # The heatmap's marks of NaN (x) and Inf (triangle) mean nothing else anywhere.
+                "symbol": [
+                    "octagon" if alert.get("severity") == "act" else "octagon-open" for alert in alerts
+                ],
                 "size": 9,
                 "color": tones,
                 "line": {"width": 2, "color": tones},

@@ -1,16 +1,19 @@
 """What the pages say, in words, from the API's dictionaries."""
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fp8_safeguard.dashboards.metrics import MetricView, format_value, metric_view, short_number
+from fp8_safeguard.dashboards.metrics import (
+    MetricView,
+    format_limit,
+    format_value,
+    metric_view,
+    short_number,
+)
 
 STATES = ("healthy", "watch", "unstable", "fallback", "stale", "ended", "unknown")
-STANDINGS = ("open", "held", "over")
-ALERT_CONTEXT_STEPS = 40
-"""Steps shown before the first bad one when an alert is opened: enough to see what healthy looked like."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,27 +34,13 @@ class LayerRow:
     signal: str
     value: str
     threshold: str
+    """The limit with its good side: "≥ 28.5 dB"."""
     excess: str
+    """How far beyond the limit: "2.5× over", "3 dB under", "within"; empty where nothing can be said."""
+    over: bool
     step: str
     precision: str
     metric: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class AlertRow:
-    """One entry of the alert list: a rule's alerts of one layer; opening it zooms to `from_step`."""
-
-    layer: str
-    severity: str
-    standing: str
-    """"open", "held" (the layer's fallback keeps the damage away) or "over"."""
-    title: str
-    detail: str
-    when: str
-    first_step: int
-    from_step: int
-    metric: str
-    slot: str
 
 
 def number(value: Any) -> float | None:
@@ -110,8 +99,9 @@ def _layer_row(item: Mapping[str, Any]) -> LayerRow:
         state=str(item.get("state") or "unknown"),
         signal=f"{view.label} {slot_words(worst)}".strip() if metric else "–",
         value=format_value(value, view),
-        threshold=format_value(threshold, view),
-        excess=_excess(value, threshold, view),
+        threshold=format_limit(threshold, view),
+        excess=excess_words(value, threshold, view),
+        over=_is_over(value, threshold, view),
         step="–" if step is None else f"{step:,}",
         precision=precision_words(item.get("precision") or {}),
         metric=metric,
@@ -134,59 +124,6 @@ def precision_words(precision: Mapping[str, Any]) -> str:
     return "; ".join(f"{kind}: {', '.join(gemms)}" for kind, gemms in moved.items()) or "fp8"
 
 
-def alert_rows(items: Iterable[Mapping[str, Any]], *, held: Collection[str] = ()) -> list[AlertRow]:
-    """The alert list, grouped by layer and rule: what needs somebody first, then what a fallback holds, then the past.
-
-    `held` are the layers that run in BF16.
-    """
-    groups: dict[tuple[str, str, str, str], list[Mapping[str, Any]]] = {}
-    for item in items:
-        standing = _standing(item, held)
-        key = (str(item.get("layer") or ""), str(item["rule"]), str(item["severity"]), standing)
-        groups.setdefault(key, []).append(item)
-    rows = [_alert_row(*key, group) for key, group in groups.items()]
-    return sorted(
-        rows, key=lambda row: (STANDINGS.index(row.standing), row.severity != "act", row.first_step)
-    )
-
-
-def _standing(item: Mapping[str, Any], held: Collection[str]) -> str:
-    if item["state"] != "open":
-        return "over"
-    return "held" if item.get("layer") in held else "open"
-
-
-def _alert_row(
-    layer: str, rule: str, severity: str, standing: str, group: Sequence[Mapping[str, Any]]
-) -> AlertRow:
-    worst = max(group, key=_alert_excess)
-    metric = str(worst.get("metric") or "")
-    view = metric_view(metric)
-    first = min(int(item["first_step"]) for item in group)
-    last = max(int(item["last_step"]) for item in group)
-    slots = sorted({slot_words(item.get("slot") or {}) for item in group})
-    limit = number(worst.get("threshold"))
-    return AlertRow(
-        layer=layer,
-        severity=severity,
-        standing=standing,
-        title=f"{view.label if metric else rule} {', '.join(slots)}".strip(),
-        detail=format_value(number(worst.get("value")), view)
-        + ("" if limit is None else f" (limit {format_value(limit, view)})"),
-        when=f"steps {first:,} to {last:,}" if standing == "over" else f"since step {first:,}",
-        first_step=first,
-        from_step=max(0, first - ALERT_CONTEXT_STEPS),
-        metric=metric,
-        slot=slots[0] if len(slots) == 1 else "",
-    )
-
-
-def _alert_excess(item: Mapping[str, Any]) -> float:
-    value, threshold = number(item.get("value")), number(item.get("threshold"))
-    ratio = _excess_ratio(value, threshold, metric_view(str(item.get("metric") or "")))
-    return math.inf if ratio is None else ratio
-
-
 def _plain(value: Any) -> str:
     return format_value(number(value), metric_view(""))
 
@@ -195,7 +132,7 @@ def _percent(ratio: float | None) -> str:
     return "–" if ratio is None else f"{short_number(round(ratio * 100, 2))} %"
 
 
-def _excess_ratio(value: float | None, threshold: float | None, view: MetricView) -> float | None:
+def excess_ratio(value: float | None, threshold: float | None, view: MetricView) -> float | None:
     """How far over its threshold a value is: 1 is at it, more is worse; None where nothing can be said."""
     if value is None or threshold is None or math.isnan(value):
         return None
@@ -203,6 +140,23 @@ def _excess_ratio(value: float | None, threshold: float | None, view: MetricView
     return above / below if below > 0 else None
 
 
-def _excess(value: float | None, threshold: float | None, view: MetricView) -> str:
-    ratio = _excess_ratio(value, threshold, view)
-    return "" if ratio is None else f"{short_number(ratio, 2)}×"
+def excess_words(value: float | None, threshold: float | None, view: MetricView) -> str:
+    """How a value stands to its limit, with the direction in words."""
+    if value is None or threshold is None:
+        return ""
+    if not _is_over(value, threshold, view):
+        return "within"
+    if view.unit == "dB" and math.isfinite(value):
+        return f"{short_number(threshold - value, 2)} dB under"
+    if math.isnan(value):
+        return "NaN"
+    side = "under" if view.worse_when_low else "over"
+    ratio = excess_ratio(value, threshold, view)
+    return side if ratio is None or math.isinf(ratio) else f"{short_number(ratio, 2)}× {side}"
+
+
+def _is_over(value: float | None, threshold: float | None, view: MetricView) -> bool:
+    """Beyond the limit; a NaN is beyond any."""
+    if value is None or threshold is None:
+        return False
+    return not (value >= threshold if view.worse_when_low else value <= threshold)

@@ -1,11 +1,16 @@
 /** Draws the three step charts with Plotly and keeps their step axes together. */
 
 const NAMES = ["loss", "heatmap", "timeline"];
-const CONFIG = { displayModeBar: false, responsive: true, doubleClick: "autosize", scrollZoom: false };
+const CONFIG = { displayModeBar: false, responsive: false, doubleClick: "autosize", scrollZoom: false };
 const MAX_COLUMNS = 1000;
 const EDGE_STEPS = 20;
 const VALUE_PADDING = 0.08;
 const CARD_GAP_PX = 12;
+/** Below this width the margins shrink to what shortened labels need. */
+const NARROW_PX = 720;
+const NARROW_MARGINS = { l: 98, r: 80 };
+const NARROW_HEAD = 5;
+const NARROW_TAIL = 8;
 
 /** Load Plotly from this server; the promise resolves with the library. */
 export function loadPlotly(url) {
@@ -26,23 +31,33 @@ export class Charts {
   #revision = 0;
   #applying = false;
   #full = null;
+  #drawing = 0;
   #onZoom;
+  #onPick;
+  #onDraw;
 
-  constructor(plotly, run, onZoom) {
+  /** `onZoom(from, to)` follows the brush, `onPick(layer, step)` a click on a cell or a row's name, `onDraw()` each picture. */
+  constructor(plotly, run, { onZoom, onPick, onDraw }) {
     this.#plotly = plotly;
     this.#run = run;
     this.#onZoom = onZoom;
+    this.#onPick = onPick;
+    this.#onDraw = onDraw;
   }
 
   /** Fetch and draw everything for `view`. */
   async draw(view) {
+    const turn = ++this.#drawing;
     const answers = await Promise.allSettled(NAMES.map((name) => this.#fetch(name, view)));
+    // A later wish has been answered meanwhile, or will be.
+    if (turn !== this.#drawing) return;
     const figures = answers.map((answer) => answer.value);
     const steps = figures[NAMES.indexOf("heatmap")]?.layout.meta;
     if (steps) this.#full = steps.first_step === null ? null : [steps.first_step - 0.5, steps.last_step + 0.5];
     this.#applying = true;
     for (const [index, figure] of figures.entries()) if (figure) await this.#react(this.#elements[index], figure, view);
     this.#applying = false;
+    this.#onDraw();
     // One chart that fails must not take the others along, nor go unnoticed.
     const failed = answers.find((answer) => answer.status === "rejected");
     if (failed) throw failed.reason;
@@ -59,26 +74,36 @@ export class Charts {
       await this.#plotly.relayout(element, change);
     }
     this.#applying = false;
+    this.#onDraw();
+  }
+
+  /** Fill the space there is: Plotly itself follows the window only, not what moves inside of it. */
+  async fit() {
+    const drawn = this.#elements.filter((element) => element.layout);
+    await Promise.all(drawn.map((element) => this.#plotly.Plots.resize(element)));
+    if (drawn.length) this.#onDraw();
   }
 
   async #fetch(name, view) {
     const query = new URLSearchParams({ theme: document.documentElement.dataset.theme });
     if (name === "heatmap") {
       for (const key of ["metric", "slot", "order", "scale", "q"]) query.set(key, view[key]);
-      query.set("max_cols", String(MAX_COLUMNS));
+      const width = this.#elements[NAMES.indexOf(name)].clientWidth;
+      query.set("max_cols", String(Math.max(200, Math.min(MAX_COLUMNS, width || MAX_COLUMNS))));
       // A little more than is seen, so that cells at the edges are whole.
       if (view.from !== null) query.set("from_step", String(Math.max(0, Math.floor(view.from) - EDGE_STEPS)));
       if (view.to !== null) query.set("to_step", String(Math.max(0, Math.ceil(view.to) + EDGE_STEPS)));
     }
     const path = `/runs/${encodeURIComponent(this.#run)}/figures/${name}?${query}`;
     const response = await fetch(path, { cache: "no-store" });
-    if (!response.ok) throw new Error(await problemText(response, name));
+    if (!response.ok) throw Object.assign(new Error(await problemText(response, name)), { status: response.status });
     return response.json();
   }
 
   async #react(element, figure, view) {
     // Plotly compares identities: a new revision makes it look at the data again (plotly.js #6164).
     figure.layout.datarevision = ++this.#revision;
+    if (element.clientWidth < NARROW_PX) narrow(figure.layout);
     const range = this.#range(view);
     if (range) Object.assign(figure.layout.xaxis, { range: [...range] });
     if (range) for (const [axis, bounds] of valueRanges(figure.data, range)) figure.layout[axis].range = bounds;
@@ -91,6 +116,23 @@ export class Charts {
     if (!isNew) return;
     element.on("plotly_relayout", (change) => this.#relayouted(change));
     if (element.id === "timeline") showCard(element, document.getElementById("card"));
+    if (element.id === "heatmap") this.#followClicks(element);
+  }
+
+  #followClicks(element) {
+    element.on("plotly_click", ({ points: [point] }) => {
+      const row = point.fullData.type === "heatmap" ? point.pointNumber[0] : element.data[0].y.indexOf(point.y);
+      this.#onPick(element.layout.meta.rows[row], point.x);
+    });
+    element.addEventListener("click", (event) => {
+      const row = labelAt(element, event);
+      if (row !== null) this.#onPick(row, null);
+    });
+    element.addEventListener("pointermove", (event) => {
+      const row = labelAt(element, event);
+      element.classList.toggle("over-label", row !== null);
+      element.title = row ?? "";
+    });
   }
 
   #range(view) {
@@ -104,6 +146,41 @@ export class Charts {
     if (change["xaxis.autorange"]) this.#onZoom(null, null);
     else if (from !== undefined) this.#onZoom(from, to);
   }
+}
+
+/** The layer whose name is at the pointer, left of the picture; null elsewhere. */
+function labelAt(element, event) {
+  const { meta, margin } = element.layout ?? {};
+  const box = element.getBoundingClientRect();
+  const height = box.height - margin.t - margin.b;
+  const share = (event.clientY - box.top - margin.t) / height;
+  if (!meta?.rows.length || event.clientX - box.left >= margin.l || share < 0 || share >= 1) return null;
+  return meta.rows[Math.floor(share * meta.rows.length)];
+}
+
+/** Margins and labels for a small screen: a name loses what all begin with, then its middle. */
+function narrow(layout) {
+  Object.assign(layout.margin, NARROW_MARGINS);
+  const axis = layout.yaxis;
+  const shared = layout.meta ? sharedStart(layout.meta.rows) : "";
+  if (axis.ticktext) axis.ticktext = axis.ticktext.map((name) => shorten(name.startsWith(shared) ? name.slice(shared.length) : name));
+  for (const each of [axis, layout.yaxis2]) if (each?.title) each.title.standoff = 2;
+  // What marks the limits on the colour bar moves in with the margin.
+  for (const line of layout.shapes ?? []) if (line.xanchor === 1) line.x1 = 46;
+  for (const note of layout.annotations ?? []) if (note.xshift) note.xshift = 48;
+}
+
+/** The dotted parts that all names begin with; a name always keeps its last part. */
+function sharedStart(names) {
+  const parts = names.map((name) => name.split(".").slice(0, -1));
+  const first = names.length > 1 ? parts[0] : [];
+  const length = first.findIndex((part, level) => parts.some((each) => each[level] !== part));
+  const kept = first.slice(0, length < 0 ? first.length : length);
+  return kept.length ? `${kept.join(".")}.` : "";
+}
+
+function shorten(name) {
+  return name.length <= NARROW_HEAD + NARROW_TAIL ? name : `${name.slice(0, NARROW_HEAD)}…${name.slice(1 - NARROW_TAIL)}`;
 }
 
 /** Value axes fitted to the lines that are in view: a steep start must not flatten what comes after it. */

@@ -1,33 +1,56 @@
 /** Refreshes the server-rendered parts of a page in place, and keeps ages current. */
 
 const shown = new WeakMap();
+let latest = 0;
 
-/** Fetch `url` and swap in the children of each element marked data-fragment. */
+/** Fetch `url` and swap in the children of each element marked data-fragment; "fragments" is then told to the document. */
 export async function refreshFragments(url) {
+  const turn = ++latest;
   const response = await fetch(url, { headers: { Accept: "text/html" }, cache: "no-store" });
-  if (!response.ok) throw new Error(`the page answered ${response.status}`);
-  const fresh = new DOMParser().parseFromString(await response.text(), "text/html");
+  if (!response.ok) throw new PageError(response.status);
+  // Without a session the server leads to its login page, which is not what was asked for.
+  if (response.redirected) throw new PageError(401);
+  const text = await response.text();
+  // A later address has been asked for meanwhile: its answer must not be overtaken by this one.
+  if (turn !== latest) return;
+  const fresh = new DOMParser().parseFromString(text, "text/html");
   for (const old of document.querySelectorAll("[data-fragment]")) {
     const next = fresh.getElementById(old.id);
     if (next && next.innerHTML !== shown.get(old)) swap(old, next);
   }
   document.title = fresh.title;
   updateAges();
+  document.dispatchEvent(new CustomEvent("fragments"));
 }
 
+/** The server answered, but not with the page. */
+export class PageError extends Error {
+  constructor(status) {
+    super(status === 401 || status === 403 ? "this page may no longer be read: reload it to log in again" : `the page answered ${status}`);
+    this.status = status;
+  }
+}
+
+/** Children are exchanged; focus and open menus are found again by their data-key. */
 function swap(old, next) {
   const focused = old.contains(document.activeElement) ? document.activeElement.dataset.key : undefined;
+  const open = [...old.querySelectorAll("details[open][data-key]")].map((each) => each.dataset.key);
   shown.set(old, next.innerHTML);
   old.className = next.className;
   old.replaceChildren(...next.childNodes);
-  if (focused) old.querySelector(`[data-key="${CSS.escape(focused)}"]`)?.focus();
+  for (const key of open) byKey(old, key)?.setAttribute("open", "");
+  if (focused) byKey(old, focused)?.focus();
+}
+
+function byKey(root, key) {
+  return root.querySelector(`[data-key="${CSS.escape(key)}"]`);
 }
 
 /** Write how long ago each <time data-age> was. */
 export function updateAges() {
   for (const element of document.querySelectorAll("time[data-age]")) {
-    const seconds = Math.max(0, (Date.now() - Date.parse(element.dateTime)) / 1000);
-    element.textContent = ageText(seconds);
+    const text = ageText(Math.max(0, (Date.now() - Date.parse(element.dateTime)) / 1000));
+    if (element.textContent !== text) element.textContent = text;
     element.title = element.dateTime;
   }
 }

@@ -4,14 +4,14 @@ const EVENTS = ["sample", "decision", "alert", "plan", "state"];
 const MIN_INTERVAL_MS = 1000;
 /** Refreshing takes at most half of the time: the server may share its machine with the training. */
 const IDLE_SHARE = 2;
-const MAX_INTERVAL_MS = 4000;
+const MAX_INTERVAL_MS = 20000;
 const RETRY_MS = 5000;
 /** A run that stops sends no event, so the page asks now and then on its own. */
 const HEARTBEAT_MS = 20000;
 
 /**
  * Call `refresh` after events of `run`; report "live", "paused" or "reconnecting" to `onState`.
- * Returns { setPaused, request }.
+ * Returns { setPaused, request, report }.
  */
 export function followRun(run, refresh, onState) {
   let paused = false;
@@ -55,6 +55,8 @@ export function followRun(run, refresh, onState) {
     source.onerror = () => {
       connected = false;
       report();
+      // Whether the server is away, or only this stream, shows when it is asked.
+      request();
       if (source.readyState === EventSource.CLOSED) setTimeout(connect, RETRY_MS);
     };
     for (const name of EVENTS) source.addEventListener(name, request);
@@ -68,6 +70,7 @@ export function followRun(run, refresh, onState) {
 
   return {
     request,
+    report,
     setPaused(value) {
       paused = value;
       report();

@@ -165,18 +165,105 @@ def _no_browser(reason: str) -> None:
     pytest.skip(f"browser tests need Chromium and playwright, but {reason}")
 
 
+class RunPage:
+    """A page in one of the themes that must log no error and reach no other host than the one it came from."""
+
+    def __init__(self, context: Any) -> None:
+        self.page = context.new_page()
+        self.page.set_default_timeout(30_000)
+        self.faults: list[str] = []
+        self.expected: tuple[str, ...] = ()
+        """Parts of messages that a test provokes."""
+        self.page.on("console", self._note)
+        self.page.on("pageerror", lambda error: self.faults.append(str(error)))
+        self.page.on("request", lambda request: self.faults.extend(_foreign(request)))
+
+    def _note(self, message: Any) -> None:
+        if message.type == "error":
+            self.faults.append(message.text)
+
+    def open(self, address: str) -> Any:
+        """Go to a run page and wait until its three charts are drawn."""
+        self.page.goto(address)
+        self.drawn()
+        return self.page
+
+    def drawn(self) -> None:
+        """Wait until the charts are there."""
+        self.page.wait_for_function(
+            "() => document.querySelectorAll('#stack .js-plotly-plot').length === 3", timeout=40_000
+        )
+        self.page.wait_for_selector("#stack:not([data-loading])")
+
+    def wait(self, condition: str, timeout: float = 30_000) -> None:
+        """Wait for a JavaScript expression; as a function, since the page's policy forbids evaluating text."""
+        self.page.wait_for_function(f"() => {condition}", timeout=timeout)
+
+    def close(self) -> list[str]:
+        """Close the page; the faults that no test expected."""
+        self.page.close()
+        return [fault for fault in self.faults if not any(part in fault for part in self.expected)]
+
+
+@pytest.fixture(scope="module")
+def contexts(browser: Any) -> Iterator[dict[str, Any]]:
+    """One context a theme, so that the chart library is fetched and compiled once a module."""
+    made = {
+        theme: browser.new_context(viewport={"width": 1440, "height": 900}, color_scheme=theme)
+        for theme in ("dark", "light")
+    }
+    yield made
+    for context in made.values():
+        context.close()
+
+
 @pytest.fixture
 def page(browser: Any) -> Iterator[Any]:
-    """A page that must log no error and reach no other host than the one it came from."""
+    """A dark page with a memory of its own that must log no error and reach no other host than the one it came from."""
     context = browser.new_context(viewport={"width": 1440, "height": 900}, color_scheme="dark")
-    page = context.new_page()
-    faults: list[str] = []
-    page.on("console", lambda message: message.type == "error" and faults.append(message.text))
-    page.on("pageerror", lambda error: faults.append(str(error)))
-    page.on("request", lambda request: faults.extend(_foreign(request)))
-    yield page
+    opened = RunPage(context)
+    yield opened.page
+    faults = opened.close()
     context.close()
     assert faults == []
+
+
+@pytest.fixture(params=["dark", "light"])
+def run_page(contexts: dict[str, Any], request: pytest.FixtureRequest) -> Iterator[RunPage]:
+    """The same in both themes, with the waiting that tests of the run page share."""
+    opened = RunPage(contexts[request.param])
+    yield opened
+    assert opened.close() == []
+
+
+@pytest.fixture
+def dark_page(contexts: dict[str, Any]) -> Iterator[RunPage]:
+    """The same in the dark theme only, for what no colour changes."""
+    opened = RunPage(contexts["dark"])
+    yield opened
+    assert opened.close() == []
+
+
+FAULTY_LAYERS = [
+    f"blocks.{block}.{part}" for block in range(4) for part in ("attn.qkv", "attn.out", "mlp.down")
+]
+FAULT_STEP = 20
+
+
+def growing_fault(step: int) -> dict[str, float]:
+    """A fault in the last three layers that grows from FAULT_STEP on."""
+    if step < FAULT_STEP:
+        return {}
+    return {layer: min(0.5, 5e-4 * 1.3 ** (step - FAULT_STEP)) for layer in FAULTY_LAYERS[-3:]}
+
+
+@pytest.fixture(scope="module")
+def faulty(server_url: str) -> Trainer:
+    """A run of 40 steps with a fault that the policy answers."""
+    reporter = Trainer(server_url, "faulty", FAULTY_LAYERS)
+    for step in range(40):
+        reporter.post(step, distortion=growing_fault(step))
+    return reporter
 
 
 def _foreign(request: Any) -> list[str]:

@@ -10,31 +10,14 @@ import pytest
 pytestmark = pytest.mark.browser
 
 LAYERS = [f"blocks.{block}.{part}" for block in range(4) for part in ("attn.qkv", "attn.out", "mlp.down")]
-FAULT_STEP = 20
 DRAWN = "() => document.querySelectorAll('#stack .js-plotly-plot').length === 3"
 HEATMAP = "document.getElementById('heatmap')"
 COLUMNS = f"{HEATMAP}.data[0].x.length"
 
 
-def wait(page: Any, condition: str, timeout: float = 10_000) -> None:
+def wait(page: Any, condition: str, timeout: float = 30_000) -> None:
     """Wait for a JavaScript expression; as a function, since the page's policy forbids evaluating text."""
     page.wait_for_function(f"() => {condition}", timeout=timeout)
-
-
-def growing(step: int) -> dict[str, float]:
-    """A fault in the last three layers that grows from FAULT_STEP on."""
-    if step < FAULT_STEP:
-        return {}
-    return {layer: min(0.5, 5e-4 * 1.3 ** (step - FAULT_STEP)) for layer in LAYERS[-3:]}
-
-
-@pytest.fixture(scope="module")
-def faulty(server_url: str, make_trainer: Callable[..., Any]) -> Any:
-    """A run of 40 steps with a fault that the policy answers."""
-    reporter = make_trainer(server_url, "faulty", LAYERS)
-    for step in range(40):
-        reporter.post(step, distortion=growing(step))
-    return reporter
 
 
 def open_run(page: Any, url: str, run: str, query: str = "") -> None:
@@ -156,7 +139,7 @@ def test_b86_live_update_without_reload_keeps_the_zoom(
     assert page.evaluate(COLUMNS) == 10
     reporter.post(10)
     reporter.post(11)
-    wait(page, f"{COLUMNS} === 12", timeout=4000)
+    wait(page, f"{COLUMNS} === 12", timeout=15_000)
     wait(page, "document.querySelector('[data-stat=step]').textContent === '11'")
     drag(page, 0.25, 0.5)
     wait(page, "document.getElementById('timeline').layout.xaxis.range[1] < 8")
@@ -191,16 +174,6 @@ def test_slash_focuses_the_filter_and_escape_clears_it(page: Any, server_url: st
     page.keyboard.press("Escape")
     wait(page, f"{HEATMAP}.data[0].y.length === {len(LAYERS)}")
     assert "q=" not in page.url
-
-
-def test_an_alert_opens_the_chart_before_its_first_bad_step(page: Any, server_url: str, faulty: Any) -> None:
-    open_run(page, server_url, "faulty")
-    page.locator("#alerts a").first.click()
-    wait(page, f"{HEATMAP}.data[0].name === 'GEMM error'")
-    assert "metric=relative_error" in page.url
-    page.reload()
-    page.wait_for_function(DRAWN)
-    assert page.evaluate(f"{HEATMAP}.data[0].name") == "GEMM error"
 
 
 def test_the_theme_follows_the_system_and_the_toggle(page: Any, server_url: str, faulty: Any) -> None:
@@ -243,7 +216,7 @@ def test_strange_layer_names_are_text_everywhere(
     open_run(page, server_url, "odd")
     assert name in hover_cell(page, 0, 0)
     assert page.locator("#worst img").count() == 0
-    page.locator(f"#worst button[data-layer='{name}']").click()
+    page.locator("#filter").fill(name)
     wait(page, f"{HEATMAP}.data[0].y.length === 1")
 
 
@@ -253,7 +226,7 @@ def test_an_empty_list_of_runs_fills_by_itself(
     page.goto(empty_server_url)
     assert "No runs yet" in page.locator("#runs").text_content()
     make_trainer(empty_server_url, "fresh", LAYERS).post(0)
-    page.wait_for_selector("a.run-link", timeout=8000)
+    page.wait_for_selector("a.run-link", timeout=20_000)
     assert page.locator("a.run-link").get_attribute("href") == "/runs/fresh"
 
 
@@ -267,11 +240,7 @@ def test_b62_the_filter_of_any_layer_name_survives_its_address(
     open_run(page, server_url, "strange")
     for name in STRANGE:
         quoted = json.dumps(name)
-        page.evaluate(
-            "(name) => [...document.querySelectorAll('#worst button[data-layer]')]"
-            ".find((button) => button.dataset.layer === name).click()",
-            name,
-        )
+        page.locator("#filter").fill(name)
         rows = sum(name.casefold() in other.casefold() for other in STRANGE)
         wait(page, f"{HEATMAP}.data[0].y.length === {rows}")
         assert parse_qs(urlsplit(page.url).query, keep_blank_values=True)["q"] == [name]

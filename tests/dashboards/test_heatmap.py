@@ -146,6 +146,20 @@ def test_b83_a_uniform_rate_keeps_the_fixed_range(value: float) -> None:
     assert (trace["zauto"], trace["zmin"], trace["zmax"]) == (False, 0, 1)
 
 
+@pytest.mark.parametrize("scale", ["linear", "log"])
+def test_b83_nothing_and_everything_have_the_two_ends_of_one_scale(scale: str) -> None:
+    places = []
+    for value in (0.0, 1.0):
+        figure = heatmap_figure(
+            [[value] * 3] * 2, ["a", "b"], [0, 1, 2], metric="underflow_ratio", scale=scale
+        )
+        trace = payload(figure)["data"][0]
+        assert trace["zauto"] is False
+        share = (trace["z"][0][0] - trace["zmin"]) / (trace["zmax"] - trace["zmin"])
+        places.append(min(max(share, 0.0), 1.0))
+    assert places == [0.0, 1.0]
+
+
 def test_b83_a_uniform_amax_gets_a_range_around_it() -> None:
     trace = payload(heatmap_figure([[5.0, 5.0]], ["a"], [0, 1], metric="amax"))["data"][0]
     assert trace["zmin"] < 5 < trace["zmax"]

@@ -34,9 +34,11 @@ def test_direction_agrees_with_the_monitor() -> None:
     assert shown == LOWER_IS_WORSE
 
 
-def test_every_page_metric_exists_and_opens_on_a_fixed_log_range() -> None:
+def test_every_page_metric_exists_has_a_definition_and_opens_on_a_scale_that_suits_it() -> None:
     assert set(PAGE_METRICS) - {"gradient_distortion"} <= set(METRICS)
-    assert {default_scale(metric) for metric in PAGE_METRICS} == {"log"}
+    assert all(metric_view(metric).definition for metric in PAGE_METRICS)
+    linear = {metric for metric in PAGE_METRICS if default_scale(metric) == "linear"}
+    assert linear == {"sqnr_db", "tile_sqnr_p01_db"}
 
 
 def test_worst_layer_row_shows_the_value_against_its_threshold() -> None:
@@ -48,7 +50,8 @@ def test_worst_layer_row_shows_the_value_against_its_threshold() -> None:
         "precision": {"fprop": "fp8", "dgrad": "bf16", "wgrad": "fp8"},
     }  # fmt: skip
     (row,) = view.layer_rows([item])
-    assert (row.signal, row.value, row.threshold, row.excess) == ("GEMM error dgrad", "12.5 %", "5 %", "2.5×")
+    assert (row.signal, row.value, row.threshold) == ("GEMM error dgrad", "12.5 %", "≤ 5 %")
+    assert (row.excess, row.over) == ("2.5× over", True)
     assert (row.step, row.precision) == ("1,209", "bf16: dgrad")
 
 
@@ -61,69 +64,28 @@ def test_a_layer_without_a_reading_shows_dashes_not_zero(worst: Any) -> None:
     assert (row.threshold, row.excess, row.step) == ("–", "", "–")
 
 
-def alert(**changes: Any) -> dict[str, Any]:
-    return {
-        "layer": "a", "rule": "underflow", "severity": "watch", "state": "open", "metric": "underflow_ratio",
-        "slot": {"layer": "a", "operand": "x", "layout": "row"}, "value": 0.009, "threshold": 0.005,
-        "first_step": 207, "last_step": 215,
-    } | changes  # fmt: skip
-
-
-def test_alerts_open_before_their_first_bad_step() -> None:
-    (row,) = view.alert_rows([alert()])
-    assert (row.title, row.detail, row.when) == ("underflow x row", "0.9 % (limit 0.5 %)", "since step 207")
-    assert (row.from_step, row.metric, row.slot) == (167, "underflow_ratio", "x row")
-    assert view.alert_rows([alert(first_step=3)])[0].from_step == 0
-
-
-def test_open_and_acting_alerts_come_first_and_what_a_fallback_holds_later() -> None:
-    rows = view.alert_rows(
-        [
-            alert(layer="over", state="resolved"),
-            alert(layer="held", severity="act"),
-            alert(layer="watch"),
-            alert(layer="act", severity="act", first_step=300),
-        ],
-        held={"held"},
-    )
-    assert [(row.layer, row.standing) for row in rows] == [
-        ("act", "open"),
-        ("watch", "open"),
-        ("held", "held"),
-        ("over", "over"),
-    ]
-    assert rows[-1].when == "steps 207 to 215"
-
-
-def test_alerts_of_one_layer_and_rule_are_one_entry_with_its_worst_value() -> None:
-    gemms = [
-        alert(
-            metric="relative_error",
-            slot={"layer": "a", "gemm": gemm},
-            value=value,
-            threshold=0.05,
-            first_step=step,
-        )
-        for gemm, value, step in (("fprop", 0.07, 210), ("dgrad", 0.09, 208))
-    ]
-    (row,) = view.alert_rows(gemms)
-    assert (row.title, row.detail, row.when) == (
-        "GEMM error dgrad, fprop",
-        "9 % (limit 5 %)",
-        "since step 208",
-    )
-    assert row.slot == ""
-
-
 @pytest.mark.parametrize(
-    ("metric", "value", "threshold", "excess"),
-    [("sqnr_db", 14.25, 28.5, "2×"), ("relative_error", 0.1, 0.05, "2×"), ("relative_error", "NaN", 0.05, ""),
-     ("saturation_ratio", 0.1, 0.0, "")],
-)  # fmt: skip
-def test_excess_is_above_one_for_the_bad_side(metric: str, value: Any, threshold: float, excess: str) -> None:
+    ("metric", "value", "threshold", "limit", "margin", "over"),
+    [
+        ("sqnr_db", 31.5, 28.5, "≥ 28.5 dB", "within", False),
+        ("sqnr_db", 28.5, 28.5, "≥ 28.5 dB", "within", False),
+        ("sqnr_db", 14.25, 28.5, "≥ 28.5 dB", "14 dB under", True),
+        ("cosine", 0.5, 0.995, "≥ 0.995", "2× under", True),
+        ("relative_error", 0.1, 0.05, "≤ 5 %", "2× over", True),
+        ("relative_error", 0.05, 0.05, "≤ 5 %", "within", False),
+        ("relative_error", "NaN", 0.05, "≤ 5 %", "NaN", True),
+        ("relative_error", "Infinity", 0.05, "≤ 5 %", "over", True),
+        ("saturation_ratio", 0.1, 0.0, "≤ 0 %", "over", True),
+        ("sqnr_db", "-Infinity", 28.5, "≥ 28.5 dB", "under", True),
+        ("amax", None, 2.0, "≤ 2", "", False),
+    ],
+)
+def test_the_margin_names_the_side_of_the_limit(
+    metric: str, value: Any, threshold: float, limit: str, margin: str, over: bool
+) -> None:
     worst = {"metric": metric, "value": value, "threshold": threshold, "step": 1}
     (row,) = view.layer_rows([{"layer": "a", "state": "watch", "worst": worst, "precision": {}}])
-    assert row.excess == excess
+    assert (row.threshold, row.excess, row.over) == (limit, margin, over)
 
 
 def test_status_numbers() -> None:

@@ -1,0 +1,187 @@
+"""The alert list in words: states, groups, counts."""
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fp8_safeguard.dashboards.metrics import format_limit, format_value, metric_view
+from fp8_safeguard.dashboards.view import excess_ratio, number, slot_words
+
+STATES = ("open", "held", "resolved")
+"""The API's states: an alert has one of them."""
+CHIPS = ("open", "held", "acknowledged", "silenced", "resolved")
+"""The list's filters. Open ones that are silenced count as silenced only; acknowledged is a mark beside the state."""
+DEFAULT_CHIPS = ("open", "held")
+CONTEXT_STEPS = 40
+"""Steps shown before the first bad one when an alert is opened: enough to see what healthy looked like."""
+FOLLOWING_STEPS = 80
+"""Steps shown after it, so that its course is seen at a width that cells can be told apart at."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlertRow:
+    """One entry of the list: a rule's alerts of one layer in one state; opening it shows the first bad cell."""
+
+    ids: tuple[int, ...]
+    layer: str
+    """Empty for an alert of the whole run."""
+    severity: str
+    state: str
+    title: str
+    detail: str
+    when: str
+    count: int
+    """How often it was raised."""
+    remarks: tuple[str, ...]
+    """Who acknowledged it, until when it is silent, how it ended."""
+    acknowledged: bool
+    silenced: bool
+    first_step: int
+    from_step: int
+    to_step: int
+    metric: str
+    slot: str
+
+    @property
+    def tone(self) -> str:
+        """The colour and icon of its state."""
+        if self.state == "resolved":
+            return "ended"
+        return "fallback" if self.state == "held" else "unstable" if self.severity == "act" else "watch"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlertChip:
+    """One filter of the list with the number of alerts (not entries) that it lets through."""
+
+    name: str
+    count: int
+    chosen: bool
+
+
+def state_of(item: Mapping[str, Any], held: Collection[str]) -> str:
+    """The API's state; `held` are the layers in BF16, for answers that do not tell held from open."""
+    state = str(item["state"])
+    if state == "open" and "occurrences" not in item and item.get("layer") in held:
+        return "held"
+    return state if state in STATES else "open"
+
+
+def alert_chips(
+    items: Sequence[Mapping[str, Any]], chosen: Collection[str], *, held: Collection[str] = ()
+) -> list[AlertChip]:
+    """The filters with their counts; all but acknowledged add up to all alerts."""
+    return [
+        AlertChip(name=name, count=sum(name in _chips(item, held) for item in items), chosen=name in chosen)
+        for name in CHIPS
+    ]
+
+
+def chips_of(text: str) -> tuple[tuple[str, ...], list[str]]:
+    """The filters that an address names ("none" for none at all), and the names that are none."""
+    if not text:
+        return DEFAULT_CHIPS, []
+    asked = [name for name in text.split(",") if name not in ("", "none")]
+    unknown = [name for name in asked if name not in CHIPS]
+    found = tuple(name for name in CHIPS if name in asked)
+    return (found if found or not unknown else DEFAULT_CHIPS), unknown
+
+
+def alert_rows(
+    items: Iterable[Mapping[str, Any]],
+    *,
+    held: Collection[str] = (),
+    chips: Collection[str] = CHIPS,
+    last_step: int | None = None,
+) -> list[AlertRow]:
+    """The list, one entry for a layer, rule and state: what needs somebody first, then what is held, then the past."""
+    groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for item in items:
+        if _chips(item, held) & set(chips):
+            groups.setdefault(_group(item, held), []).append(item)
+    rows = [_alert_row(group, state_of(group[0], held), last_step) for group in groups.values()]
+    return sorted(rows, key=_urgency)
+
+
+def _chips(item: Mapping[str, Any], held: Collection[str]) -> set[str]:
+    """The filters that let an alert through."""
+    state = state_of(item, held)
+    if state == "open" and item.get("silenced"):
+        state = "silenced"
+    # Who knew of an alert that is over matters no more.
+    return {state} | ({"acknowledged"} if item.get("acknowledged") and state != "resolved" else set())
+
+
+def _group(item: Mapping[str, Any], held: Collection[str]) -> tuple[Any, ...]:
+    marks = bool(item.get("acknowledged")), bool(item.get("silenced"))
+    return (item.get("layer"), item["rule"], item["severity"], state_of(item, held), marks)
+
+
+def _urgency(row: AlertRow) -> tuple[Any, ...]:
+    return (
+        STATES.index(row.state), row.silenced, row.acknowledged, row.severity != "act", row.first_step, row.layer
+    )  # fmt: skip
+
+
+def _alert_row(group: Sequence[Mapping[str, Any]], state: str, last_step: int | None) -> AlertRow:
+    # An alert speaks of one or several slots; each has its own first step, value and limit.
+    parts = [part for item in group for part in item.get("slots") or [item]]
+    worst, first = max(parts, key=_excess), min(parts, key=_first_step)
+    start, end = _first_step(first), max(int(item["last_step"]) for item in group)
+    to_step = start + FOLLOWING_STEPS
+    return AlertRow(
+        ids=tuple(int(item["id"]) for item in group if item.get("id") is not None),
+        layer=str(group[0].get("layer") or ""),
+        severity=str(group[0]["severity"]),
+        state=state,
+        title=_title(str(group[0]["rule"]), worst, parts),
+        detail=_detail(worst),
+        when=f"steps {start:,} to {end:,}" if state == "resolved" else f"since step {start:,}",
+        count=sum(int(item.get("occurrences") or 1) for item in group),
+        remarks=tuple(_remarks(group[0], state)),
+        acknowledged=bool(group[0].get("acknowledged")) and state != "resolved",
+        silenced=bool(group[0].get("silenced")) and state != "resolved",
+        first_step=start,
+        from_step=max(0, start - CONTEXT_STEPS),
+        to_step=to_step if last_step is None else max(min(to_step, last_step), start),
+        metric=str(first.get("metric") or ""),
+        slot=slot_words(first.get("slot") or {}),
+    )
+
+
+def _title(rule: str, worst: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> str:
+    slots = sorted({slot_words(part.get("slot") or {}) for part in parts} - {""})
+    metric = str(worst.get("metric") or "")
+    return f"{metric_view(metric).label if metric else rule.replace('-', ' ')} {', '.join(slots)}".strip()
+
+
+def _detail(worst: Mapping[str, Any]) -> str:
+    view = metric_view(str(worst.get("metric") or ""))
+    limit = number(worst.get("threshold"))
+    value = format_value(number(worst.get("value")), view)
+    return value if limit is None else f"{value} (limit {format_limit(limit, view)})"
+
+
+def _first_step(item: Mapping[str, Any]) -> int:
+    return int(item["first_step"])
+
+
+def _remarks(item: Mapping[str, Any], state: str) -> Iterable[str]:
+    if state == "resolved":
+        by = item.get("resolved_by")
+        reason = item.get("resolved_reason")
+        yield f"resolved by {by}" if by else str(reason) if reason else "over by itself"
+        return
+    if item.get("what_if"):
+        yield "what FP8 would do: the layer runs in high precision"
+    if item.get("acknowledged"):
+        yield f"acknowledged by {item.get('acknowledged_by') or 'somebody'}"
+    if item.get("silenced"):
+        yield "silenced"
+
+
+def _excess(item: Mapping[str, Any]) -> float:
+    value, threshold = number(item.get("value")), number(item.get("threshold"))
+    ratio = excess_ratio(value, threshold, metric_view(str(item.get("metric") or "")))
+    return math.inf if ratio is None else ratio

@@ -1,0 +1,106 @@
+"""The decision list in words: reason, evidence, what can be done."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fp8_safeguard.dashboards.metrics import format_limit, format_value, metric_view
+from fp8_safeguard.dashboards.timeline import describe_target
+from fp8_safeguard.dashboards.view import number, slot_words
+
+ACTION_WORDS = {
+    "bf16_fallback": "to BF16",
+    "scale_multiplier": "scale multiplier",
+    "scale_rounding": "scale rounding",
+    "format": "format",
+    "amax_history": "amax history",
+    "margin": "scale margin",
+    "gradient_smoothing": "gradient smoothing",
+    "restore": "back to FP8",
+    "advice": "advice",
+}
+STATE_WORDS = {
+    "proposed": "proposed",
+    "approved": "approved, not yet sent",
+    "sent": "sent to the trainer",
+    "applied": "in force",
+    "rejected": "rejected",
+    "reverted": "reverted",
+    "expired": "expired",
+}
+STATE_TONES = {"proposed": "watch", "approved": "fallback", "sent": "fallback", "applied": "fallback"}
+IN_PLAN = ("approved", "sent", "applied")
+SHOWN_SIGNALS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecisionRow:
+    """One decision with what led to it and what a person may still do."""
+
+    id: str
+    layer: str
+    what: str
+    """Target and action: "dgrad to BF16"."""
+    reason: str
+    evidence: tuple[str, ...]
+    state: str
+    state_words: str
+    tone: str
+    step: int
+    when: str
+    actor: str
+    acts: tuple[str, ...]
+    """Of approve, reject, revert: those that its state and the run's mode allow."""
+
+
+def decision_rows(items: Iterable[Mapping[str, Any]], *, mode: str) -> list[DecisionRow]:
+    """The decisions of a run, as the API orders them."""
+    return [_decision_row(item, mode) for item in items]
+
+
+def _decision_row(item: Mapping[str, Any], mode: str) -> DecisionRow:
+    state, step, layer = str(item["state"]), int(item["step"]), str(item.get("layer") or "")
+    effective = item.get("effective_step")
+    value = "" if item.get("value") is None else f" {item['value']}"
+    action = ACTION_WORDS.get(str(item["action"]), str(item["action"]).replace("_", " "))
+    reason = str(item.get("reason") or "")
+    return DecisionRow(
+        id=str(item["id"]),
+        layer=layer,
+        what=f"{describe_target(item.get('target') or {})} {action}{value}",
+        # The layer stands above it already.
+        reason=reason.removeprefix(f"{layer}: "),
+        evidence=tuple(_evidence(item.get("evidence") or {})),
+        state=state,
+        state_words=STATE_WORDS.get(state, state),
+        tone=STATE_TONES.get(state, "ended"),
+        step=step,
+        when=f"decided at step {step:,}"
+        + ("" if effective is None else f", effective from step {int(effective):,}"),
+        actor=str(item.get("actor") or "policy"),
+        acts=_acts(state, str(item["action"]), mode),
+    )
+
+
+def _acts(state: str, action: str, mode: str) -> tuple[str, ...]:
+    if state == "proposed" and action != "advice" and mode == "advise":
+        return ("approve", "reject")
+    if state in IN_PLAN and action not in ("advice", "restore") and mode != "observe":
+        return ("revert",)
+    return ()
+
+
+def _evidence(evidence: Mapping[str, Any]) -> Iterable[str]:
+    signals: Sequence[Mapping[str, Any]] = evidence.get("signals") or ()
+    for signal in signals[:SHOWN_SIGNALS]:
+        view = metric_view(str(signal.get("metric") or ""))
+        where = slot_words(signal.get("slot") or {})
+        text = f"{view.label} {where} {format_value(number(signal.get('value')), view)}"
+        limit = format_limit(number(signal.get("threshold")), view)
+        since = signal.get("first_step")
+        yield f"{text}, limit {limit}" + ("" if since is None else f", since step {int(since):,}")
+    if len(signals) > SHOWN_SIGNALS:
+        yield f"and {len(signals) - SHOWN_SIGNALS} more signals"
+    budget = evidence.get("budget") or {}
+    if budget.get("after") is not None and budget.get("limit") is not None:
+        yield f"budget used then {100 * budget['after']:.3g} % of GEMM FLOPs, limit {100 * budget['limit']:.3g} %"

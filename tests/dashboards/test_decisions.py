@@ -1,0 +1,75 @@
+"""The decision list in words."""
+
+from typing import Any
+
+import pytest
+
+from fp8_safeguard.dashboards.decisions import decision_rows
+
+
+def decision(**changes: Any) -> dict[str, Any]:
+    return {
+        "id": "run-1", "step": 208, "layer": "blocks.3.qkv", "target": {"gemm": "dgrad"},
+        "action": "bf16_fallback", "value": None, "state": "applied", "effective_step": 210, "actor": "policy",
+        "reason": "blocks.3.qkv: 2.67 % of x vanish; dgrad goes to BF16",
+        "evidence": {
+            "signals": [
+                {"metric": "underflow_ratio", "slot": {"operand": "x", "layout": "row"}, "value": 0.0267,
+                 "threshold": 0.005, "first_step": 202},
+                {"metric": "sqnr_db", "slot": {"gemm": "dgrad"}, "value": "NaN", "threshold": 28.5, "first_step": 1204},
+            ],
+            "budget": {"before": 0.0, "after": 0.0222, "limit": 0.15},
+        },
+    } | changes  # fmt: skip
+
+
+def test_a_decision_tells_what_why_when_and_who() -> None:
+    (row,) = decision_rows([decision()], mode="enforce")
+    assert (row.layer, row.what) == ("blocks.3.qkv", "dgrad to BF16")
+    assert row.reason == "2.67 % of x vanish; dgrad goes to BF16"
+    assert row.when == "decided at step 208, effective from step 210"
+    assert (row.state_words, row.actor) == ("in force", "policy")
+
+
+def test_evidence_is_told_with_limits_and_first_steps() -> None:
+    (row,) = decision_rows([decision()], mode="enforce")
+    assert row.evidence == (
+        "underflow x row 2.67 %, limit ≤ 0.5 %, since step 202",
+        "SQNR dgrad NaN, limit ≥ 28.5 dB, since step 1,204",
+        "budget used then 2.22 % of GEMM FLOPs, limit 15 %",
+    )
+
+
+def test_long_evidence_says_how_much_more_there_is() -> None:
+    signals = decision()["evidence"]["signals"] * 3
+    (row,) = decision_rows([decision(evidence={"signals": signals})], mode="enforce")
+    assert row.evidence[-1] == "and 3 more signals"
+
+
+@pytest.mark.parametrize(
+    ("state", "action", "mode", "acts"),
+    [
+        ("proposed", "bf16_fallback", "advise", ("approve", "reject")),
+        ("proposed", "bf16_fallback", "observe", ()),
+        ("proposed", "advice", "advise", ()),
+        ("applied", "bf16_fallback", "enforce", ("revert",)),
+        ("sent", "scale_multiplier", "advise", ("revert",)),
+        ("applied", "restore", "enforce", ()),
+        ("applied", "bf16_fallback", "observe", ()),
+        ("reverted", "bf16_fallback", "enforce", ()),
+    ],
+)
+def test_only_what_can_be_done_is_offered(state: str, action: str, mode: str, acts: tuple[str, ...]) -> None:
+    (row,) = decision_rows([decision(state=state, action=action)], mode=mode)
+    assert row.acts == acts
+
+
+def test_a_decision_without_its_trimmings_is_still_told() -> None:
+    bare = {"id": "r-2", "step": 5, "layer": None, "target": None, "action": "new_thing", "state": "strange"}
+    (row,) = decision_rows([bare], mode="enforce")
+    assert (row.what, row.state_words, row.when, row.evidence) == (
+        "whole layer new thing",
+        "strange",
+        "decided at step 5",
+        (),
+    )
