@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -11,7 +12,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from fp8_safeguard.hooks.capture import ForwardHook, LayerObserver, PassHook, hook_of
@@ -23,9 +24,10 @@ from fp8_safeguard.hooks.errors import AlreadyAttachedError, OptionError
 from fp8_safeguard.hooks.farewell import EXIT_SECONDS, Farewell
 from fp8_safeguard.hooks.layers import ObservedLayer
 from fp8_safeguard.hooks.once import OnceLog, logger
-from fp8_safeguard.hooks.sample import Number, SampleBuilder
+from fp8_safeguard.hooks.sample import SampleBuilder
 from fp8_safeguard.hooks.session import Session
 from fp8_safeguard.hooks.settings import Options, resolve
+from fp8_safeguard.hooks.values import Number, number
 from fp8_safeguard.monitor.plan import Plan
 from fp8_safeguard.monitor.wire import Attempt, sample_to_wire
 
@@ -50,13 +52,18 @@ def attach(
 ) -> Guard:
     """Observe every linear layer of the model from now on.
 
-    Samples are taken at the steps with step % every == 0 and sent to `server` by a background thread (queue in
-    memory, bounded). Without a server they are appended to a file in `spool_dir`; without either the guard only
-    keeps the last one. `server`, `token`, `spool_dir` and `run` default to FP8_SAFEGUARD_SERVER, _TOKEN,
-    _SPOOL_DIR and _RUN; run and attempt to torchrun's or Slurm's job and restart count, else to a new id and "0".
+    Samples are taken at the steps with step % every == 0. A background thread keeps each in a file of `spool_dir`
+    and sends it to `server`; an outage, or the death of this process, loses none: the next start of the run sends
+    what is left first. Without a server they stay in the files, until a guard of the same run and folder names one;
+    with neither server nor folder the guard only keeps the last one.
+
+    `server`, `token`, `spool_dir` and `run` default to FP8_SAFEGUARD_SERVER, _TOKEN, _SPOOL_DIR and _RUN; run and
+    attempt to torchrun's or Slurm's job and restart count, else to a new id and "0"; with a server the folder to
+    fp8-safeguard/spool in the user's state folder (XDG_STATE_HOME), an empty one keeps samples in memory only.
     Convert and wrap the model first, attach last. An `observer` of your own on one of our layers is paused until
     detach(). Raises OptionError and AlreadyAttachedError.
     """
+    _check_types(model, optimizer, filter)
     options = resolve(
         server=server, token=token, run=run, attempt=attempt, group=group, groups=groups, every=every,
         recompute=recompute, overhead_budget=overhead_budget, mode=mode, thresholds=thresholds, spool_dir=spool_dir,
@@ -64,9 +71,10 @@ def attach(
     options = _reporting(options, own_group=groups > 1)
     _refuse_second(model)
     layers, left_out = discover(model, filter)
+    _say_what_is_observed(model, layers)
     once = OnceLog()
     controls = Controls(layers, options.mode, once)
-    builder = SampleBuilder(layers, options)
+    builder = SampleBuilder(layers, options, once)
     client = Client(options, builder, lambda reply: controls.receive(reply.get("plan")), once)
     session = Session(
         model,
@@ -94,9 +102,19 @@ class Guard:
         self._clock = OptimizerHook(session.on_optimizer_step)
         # The session outlives this object where attach()'s result is thrown away, but not the model's hooks.
         keeps = session.options.server or session.options.spool_dir
-        farewell = Farewell(session.flush, session.finish) if keeps else None
-        self._gone = weakref.finalize(session, _forget, session.client, farewell)
+        self._farewell = Farewell(session) if keeps else None
+        self._gone = weakref.finalize(session, _forget, session.client, self._farewell)
         self._gone.atexit = False
+
+    def __repr__(self) -> str:
+        session = self._session
+        options, client = session.options, session.client
+        state = "" if session.active else "detached, "
+        return (
+            f"<Guard of run {options.run!r}, attempt {options.attempt!r}: {state}{len(session.layers)} layers, "
+            f"next step {session.clock.step}, {session.samples} samples, {client.waiting} waiting, "
+            f"server {options.address}>"
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -146,15 +164,20 @@ class Guard:
         """Values of the step in progress, or of the one just ended if the next has not begun.
 
         Tensors are copied on their device and read later. Statistics of gradients are divided by `loss_scale`;
-        it is found by itself where a torch GradScaler steps the optimizer.
+        it is found by itself where a torch GradScaler steps the optimizer. Raises OptionError for what is no number.
         """
         given = {"loss": loss, "gradient_norm": gradient_norm, "learning_rate": learning_rate}
         given |= {"tokens": tokens, "loss_scale": loss_scale}
-        self._session.notes().values.update({k: _copied(v) for k, v in given.items() if v is not None})
+        self._session.notes().values.update({k: number(k, v) for k, v in given.items() if v is not None})
 
     def log_scalar(self, layer: str, name: str, value: Number) -> None:
-        """A number of the trainer's own about one layer, such as a router's entropy."""
-        self._session.notes().scalars.append((layer, name, _copied(value)))
+        """A number of the trainer's own about one layer, such as a router's entropy. Raises OptionError."""
+        for what, text in (("layer", layer), ("name", name)):
+            if not isinstance(text, str) or (what == "name" and not text):
+                raise OptionError(
+                    f"{what} is {text!r}: give a text" + (", not empty" if what == "name" else "")
+                )
+        self._session.notes().scalars.append((layer, name, number(name, value)))
 
     def coverage(self) -> list[CoverageRow]:
         """What is observed and what is not, and why; after the first sample it says what was really seen."""
@@ -182,11 +205,15 @@ class Guard:
         return self._session.flush(timeout)
 
     def detach(self, timeout: float = EXIT_SECONDS) -> None:
-        """Flush, then remove every trace from the model, the optimizer and the process. Twice is once."""
+        """Flush, then remove every trace from the model, the optimizer and the process. Twice is once.
+
+        The server is told that the run has ended, unless an exception is on its way or SIGTERM has come.
+        """
         session, self._handles, handles = self._session, [], self._handles
         if not session.active:
             return
-        session.finish(timeout)
+        stopped = self._farewell is not None and self._farewell.signalled
+        session.finish(timeout, clean=sys.exc_info()[0] is None and not stopped)
         for handle in handles:
             handle.remove()
         self._clock.remove()
@@ -196,7 +223,7 @@ class Guard:
         self._gone()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs: the step, the rotation, the row sampler and the plan in force."""
+        """What a resumed run needs: the step, the rotation, the row sampler, the plan in force and one that waits."""
         session = self._session
         session.deliver()
         return {
@@ -207,8 +234,7 @@ class Guard:
             "step": session.clock.step,
             "rotation": session.rotation,
             "sampler": session.sampler.generator.get_state(),
-            "plan": session.controls.plan.to_wire(),
-            "effective_step": session.controls.effective_step,
+            **session.controls.state(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -224,7 +250,7 @@ class Guard:
         session.rotation = int(state.get("rotation", 0))
         if "sampler" in state:
             session.sampler.generator.set_state(state["sampler"])
-        session.controls.load(state["plan"], state.get("effective_step"), session.clock.step)
+        session.controls.load(state, session.clock.step)
         saved, mine = state.get("attempt"), session.options.attempt
         if saved is None or saved == mine:
             parent, from_step = state.get("parent"), int(state.get("from_step", 0))
@@ -293,6 +319,26 @@ def _refuse_second(model: nn.Module) -> None:
             )
 
 
-def _copied(value: Number) -> Number:
-    """A copy that later in-place changes do not reach; no wait for the device."""
-    return value.detach().clone() if isinstance(value, Tensor) else value
+def _check_types(model: nn.Module, optimizer: Optimizer | None, keep: Filter) -> None:
+    if not isinstance(model, nn.Module):
+        raise OptionError(f"model is {model!r} ({type(model).__name__}): give a torch.nn.Module")
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        kind = type(optimizer).__name__
+        raise OptionError(
+            f"optimizer is of type {kind}: give a torch.optim.Optimizer; with another kind leave it out and call step()"
+        )
+    if not callable(keep):
+        raise OptionError(
+            f"filter is {keep!r}: give a function of a module and its name that says True to observe"
+        )
+
+
+def _say_what_is_observed(model: nn.Module, layers: list[ObservedLayer]) -> None:
+    if not layers:
+        logger.warning(
+            "no layer of %s is observed: neither nn.Linear, Fp8Linear, Fp8GroupedLinear nor a Conv1D of GPT-2's kind "
+            "was found that the filter lets pass; Guard.coverage() lists what there is and why it is left out",
+            type(model).__name__,
+        )
+    elif any(weight.device.type == "cpu" for layer in layers for weight in layer.trainable()):
+        logger.info("the CPU kernels are compiled in the first sampled step: it takes some seconds longer")

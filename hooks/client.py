@@ -1,45 +1,42 @@
-"""Background thread that sends samples; training never waits for it."""
+"""Background thread that keeps and sends samples; training never waits for it."""
 
 from __future__ import annotations
 
+import contextlib
 import os
-import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from fp8_safeguard.hooks import forking
+from fp8_safeguard.hooks.backlog import Backlog, Store, full_body
+from fp8_safeguard.hooks.courier import Courier
 from fp8_safeguard.hooks.once import OnceLog, logger
+from fp8_safeguard.hooks.outage import Outage, Pause
 from fp8_safeguard.hooks.sample import SampleBuilder, StepRecord, log_sample
 from fp8_safeguard.hooks.settings import Options
-from fp8_safeguard.hooks.spool import append
-from fp8_safeguard.hooks.transport import Answer, Transport
-from fp8_safeguard.monitor.wire import Sample, sample_to_wire
+from fp8_safeguard.hooks.spool import DISK_ERRORS, Entry
+from fp8_safeguard.hooks.transport import Answer, Answers, Transport
+from fp8_safeguard.monitor.wire import MAX_BATCH
 
-QUEUE_SAMPLES = 256
-"""Samples that wait for the server in memory; beyond it the oldest are dropped and counted."""
-BATCH_SAMPLES = 32
-"""Samples sent in one request when several wait."""
-FIRST_BACKOFF_SECONDS = 0.25
-LONGEST_BACKOFF_SECONDS = 30.0
-
-
-@dataclass(slots=True)
-class _Queued:
-    """A built sample that waits for the server."""
-
-    sample: Sample
-    resent: bool = False
-    """Whether the server has asked for its slot list once already."""
+INBOX_SAMPLES = 256
+"""Steps that wait to be built and stored; beyond it the oldest are dropped and counted."""
+BATCH_BYTES = 4 * 2**20
+"""Most that one request carries, unless a single sample is larger: replies to fresh samples come soon."""
+REQUEST_SECONDS = 60.0
+"""Longest that one request may take, however slowly its answer trickles in."""
+DISK_SECONDS = 2.0
+"""Longest that the end waits, beyond its time-out, for the last samples to be on disk."""
+_FORK_SECONDS = 1.0
 
 
 class Client:
-    """Takes finished steps from the training thread and brings them to the server, or to a file without one.
+    """Takes finished steps from the training thread, keeps them on disk and brings them to the server.
 
-    The queue is in memory and bounded: what a long outage or a crash leaves in it is lost, counted and logged.
-    A sample keeps its batch id through every retry, so one that arrived twice is a duplicate and no more.
+    One thread builds the samples and owns the files; a second one waits for the network. A sample keeps its batch
+    id through every retry and restart, so one that arrived twice is a duplicate and no more.
     """
 
     def __init__(
@@ -54,24 +51,40 @@ class Client:
         self._on_reply = on_reply
         self._once = once
         self._inbox: deque[StepRecord] = deque()
-        self._outbox: deque[_Queued] = deque()
+        self._backlog = Backlog(options, once, self.count_dropped)
+        self._outage = Outage(options.address, options.run, once)
+        self._courier = self._new_courier()
         self._change = threading.Condition()
+        # Held while files are written and requests prepared: a fork waits for it, so that the child finds them at rest.
+        self._working = threading.Lock()
+        self._rests = False
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
+        self._pending = 0
         self._busy = False
-        self._closing = False
-        self._abandoned = False
-        self._failures = 0
-        self._retry_at = 0.0
-        self._batch = BATCH_SAMPLES
+        self._closing = self._abandoned = False
+        self._finished = False
+        self._end_by: float | None = None
+        self._kept = self._lost = 0
+        self._pause = Pause()
+        self._batch = MAX_BATCH
+        self._under_way: tuple[Store, list[Entry], list[bool], float] | None = None
         self._accepted: set[str] = set()
-        # Jitter must not draw from the global generator: it is the trainer's.
-        self._random = random.Random()
+        self._delivered_own = 0
+        forking.watch(self)
+        if options.server is not None and self._backlog.has_files():
+            with contextlib.suppress(RuntimeError):  # no thread to be had now: the first sample tries again
+                self._start()
 
     @property
     def waiting(self) -> int:
         """Samples that have not reached their destination."""
-        return len(self._inbox) + len(self._outbox)
+        return len(self._inbox) + self._pending
+
+    @property
+    def place(self) -> str:
+        """Where samples wait, in words."""
+        return self._backlog.place
 
     def submit(self, record: StepRecord) -> None:
         """Take a finished step; returns at once."""
@@ -80,144 +93,238 @@ class Client:
         with self._change:
             if self._closing:
                 return
-            if len(self._inbox) >= QUEUE_SAMPLES:
+            if len(self._inbox) >= INBOX_SAMPLES:
                 self._inbox.popleft()
-                self.count_dropped("the sender is behind")
-            if self._thread is None:
-                # Kept once it runs: where no thread can be started now, the next sample tries again.
-                thread = threading.Thread(target=self._work, name="fp8-safeguard-client", daemon=True)
-                thread.start()
-                self._thread = thread
+                self.count_dropped("the thread that stores them is behind")
+            # Where no thread can be started now, the next sample tries again.
+            self._start()
             self._inbox.append(record)
             self._change.notify_all()
 
-    def count_dropped(self, reason: str, number: int = 1) -> None:
-        """Samples are lost: the next one says how many, the log says why once."""
+    def count_dropped(self, reason: str | None, number: int = 1) -> None:
+        """Samples are lost: the next one says how many, the log says why once (None: it has been said)."""
         self._builder.dropped += number
+        if reason is None:
+            return
         self._once.warning(
-            f"dropped: {reason}", "samples are dropped (%s); their number travels with the next", reason
-        )
+            f"dropped: {reason}", "samples of run %s are dropped (%s); their number travels with the next",
+            self._options.run, reason,
+        )  # fmt: skip
 
     def flush(self, timeout: float) -> bool:
         """Wait until everything submitted has arrived and its replies are handled; False after `timeout` seconds."""
         if os.getpid() != self._process:
             return False
         with self._change:
-            self._failures, self._retry_at = 0, 0.0  # somebody waits: try now rather than after the pause
-            self._change.notify_all()
+            if not self._closing:
+                self._pause.end()  # somebody waits: try now rather than after the pause
+                self._change.notify_all()
             return self._change.wait_for(lambda: not self.waiting and not self._busy, timeout)
 
-    def close(self, timeout: float) -> int:
-        """Send what is left for at most `timeout` seconds, then stop; the number of samples that were lost."""
+    def close(self, timeout: float, *, clean: bool = False) -> int:
+        """Send what is left for at most `timeout` seconds, then stop; the number of samples that did not arrive.
+
+        A clean end is told to the server, once everything has arrived.
+        """
+        if os.getpid() != self._process:
+            return 0
+        deadline = time.monotonic() + timeout
         arrived = self.flush(timeout)
         with self._change:
-            self._closing = self._abandoned = True
-            lost = 0 if arrived else self.waiting
-            self._inbox.clear()
-            self._outbox.clear()
-            self._change.notify_all()
-        if lost:
-            logger.warning("%d samples were not sent within %g s and are lost", lost, timeout)
-        return lost
+            if not self._closing:
+                self._closing = True
+                self._end_by = deadline if clean and arrived else None
+                self._change.notify_all()
+            if self._thread is None:
+                return 0
+            left = max(0.0, deadline - time.monotonic()) + DISK_SECONDS
+            if not self._change.wait_for(lambda: self._finished, left):
+                self._lost += len(self._inbox)
+            kept, lost = self._kept, self._lost
+            self._kept = self._lost = 0
+        self._say_unsent(kept, lost, f"within {timeout:g} s")
+        return kept + lost
 
     def abandon(self) -> None:
-        """Stop without waiting: nobody is left who could want the samples."""
+        """Stop without waiting: nobody is left who could want the replies. What the disk has, it keeps."""
+        if os.getpid() != self._process:
+            return
         with self._change:
-            self._closing = self._abandoned = True
+            self._abandoned = not self._closing
+            self._closing = True
             self._change.notify_all()
 
+    def before_fork(self) -> None:
+        """Let the threads come to rest, in bounded time."""
+        self._rests = os.getpid() == self._process and self._working.acquire(timeout=_FORK_SECONDS)
+
+    def after_fork_in_parent(self) -> None:
+        """Go on."""
+        if self._rests:
+            self._rests = False
+            self._working.release()
+
+    def after_fork_in_child(self) -> None:
+        """The files are the parent's. The locks, which a thread that is not here may hold for ever, are not used here:
+        every call looks at the process first."""
+        self._inbox.clear()
+        self._backlog.forget_in_child()
+
+    def _start(self) -> None:
+        if self._thread is None:
+            thread = threading.Thread(target=self._work, name="fp8-safeguard-client", daemon=True)
+            thread.start()
+            self._busy = True
+            self._thread = thread
+
     def _work(self) -> None:
-        transport: Transport | None = None
         try:
+            self._open()
             while self._wait():
-                try:
-                    self._take_in()
-                    if self._outbox and time.monotonic() >= self._retry_at:
-                        transport = transport or self._connect()
-                        self._send(transport)
-                except Exception as error:
-                    # Whatever it was would fail for ever: give up the oldest sample.
-                    self._once.failure("sending", error)
-                    self._outbox and self._outbox.popleft()
-                    self.count_dropped(type(error).__name__)
+                with self._working:
+                    self._round()
+        except Exception as error:
+            self._once.failure("the sender", error)
         finally:
-            if transport is not None:
-                transport.close()
+            self._finish()
+
+    def _open(self) -> None:
+        try:
+            with self._working:
+                self._backlog.open()
+        except Exception as error:
+            self._once.failure("opening the spool", error)
 
     def _wait(self) -> bool:
         """Sleep until there is something to do; False when the thread has to end."""
         with self._change:
+            self._pending = self._backlog.count if self._options.server is not None else 0
             self._busy = False
             self._change.notify_all()
-            while not self._abandoned:
-                pause = self._retry_at - time.monotonic() if self._outbox else None
-                if self._inbox or (pause is not None and pause <= 0):
+            while True:
+                if self._inbox:
                     self._busy = True
                     return True
-                self._change.wait(pause)
-            return False
+                if self._closing:
+                    return False
+                seconds = self._idle_seconds()
+                if seconds is not None and seconds <= 0:
+                    self._busy = True
+                    return True
+                self._change.wait(seconds)
+
+    def _idle_seconds(self) -> float | None:
+        """Seconds until there is something to do with the server; None where only a sample can bring it."""
+        if self._under_way is not None:
+            return 0.0 if self._courier.done else self._under_way[3] - time.monotonic()
+        return self._pause.left if self._pending else None
+
+    def _round(self) -> None:
+        """Store what has come, look at what was answered, send what waits."""
+        try:
+            self._take_in()
+            if self._under_way is not None:
+                self._look_at_answers()
+            if self._under_way is None and not self._closing and self._pause.left <= 0:
+                self._send()
+        except Exception as error:
+            self._once.failure("sending", error)
+            self._back_off(None)
 
     def _take_in(self) -> None:
-        """Build, log and queue what came from the training thread, whatever the server does."""
+        """Build, log and keep what came from the training thread, whatever the server does."""
         while self._inbox:
             record = self._inbox.popleft()
             try:
                 sample = self._builder.build(record)
                 log_sample(self._options.run, sample)
-                if self._options.server is not None:
-                    self._queue(sample)
-                elif self._options.spool_dir is not None:
-                    append(self._options, sample)
+                if self._options.server is not None or self._options.spool_dir is not None:
+                    self._backlog.put(sample)
             except Exception as error:
                 self._once.failure("building a sample", error)
                 self.count_dropped(type(error).__name__)
 
-    def _queue(self, sample: Sample) -> None:
-        if len(self._outbox) >= QUEUE_SAMPLES:
-            self._outbox.popleft()
-            self.count_dropped("the server does not answer")
-        self._outbox.append(_Queued(sample))
-
-    def _connect(self) -> Transport:
-        assert self._options.server is not None
-        return Transport(self._options.server, self._options.run, self._options.token)
-
-    def _send(self, transport: Transport) -> None:
-        batch = [self._outbox[i] for i in range(min(self._batch, len(self._outbox)))]
-        known = [queued.sample.slots_id in self._accepted for queued in batch]
-        wires = [sample_to_wire(q.sample, binary=True, by_id=k) for q, k in zip(batch, known, strict=True)]
-        answers = transport.post(wires)
-        if len(batch) > 1 and all(answer.kind in ("refused", "too-large") for answer in answers):
-            self._batch = max(1, len(batch) // 2)  # one of them, or their sum, is at fault: find out which
+    def _send(self) -> None:
+        """Hand the oldest samples to the courier."""
+        if self._options.server is None or not self._backlog.count:
             return
-        self._batch = BATCH_SAMPLES if len(batch) == 1 else self._batch
-        finished = [self._settle(queued, answer) for queued, answer in zip(batch, answers, strict=True)]
-        unheard = [answer for answer in answers if answer.kind == "retry"]
-        if unheard:
-            self._back_off(unheard[0])
-        gone = {id(queued) for queued, done in zip(batch, finished, strict=True) if done}
-        self._outbox = deque(queued for queued in self._outbox if id(queued) not in gone)
+        store, entries = self._backlog.take(self._batch, BATCH_BYTES)
+        if store is None:
+            self._back_off(None)  # the disk does not give them back now
+            return
+        entries = self._together(entries)
+        by_id = [entry.slots_id in self._accepted for entry in entries]
+        try:
+            bodies = [entry.body for entry in entries] if by_id[0] else [full_body(store, entries[0])]
+        except DISK_ERRORS:
+            raise
+        except Exception as error:
+            # What cannot be read now never will be; the others must not wait for it.
+            self._backlog.refuse(store, entries[0], f"unreadable: {type(error).__name__} {error}")
+            return
+        self._courier.start(lambda transport: transport.post(bodies))
+        self._under_way = (store, entries, by_id, time.monotonic() + REQUEST_SECONDS)
 
-    def _settle(self, queued: _Queued, answer: Answer) -> bool:
-        """Act on the answer for one sample; whether the sample is done with."""
-        if answer.kind == "accepted":
-            self._accepted.add(queued.sample.slots_id)
-            self._failures, self._retry_at = 0, 0.0
-            self._reply(answer.body)
-            return True
-        if answer.kind == "slots-unknown" and not queued.resent:
-            self._accepted.discard(queued.sample.slots_id)
-            queued.resent = True
-            return False
-        if answer.kind == "retry":
-            return False
-        self.count_dropped("the server refuses them")
-        self._once.warning(
-            f"refused: {answer.body.get('status')} {answer.body.get('type')}",
-            "the server refuses a sample: %s",
-            answer.reason,
-        )
-        return True
+    def _together(self, entries: list[Entry]) -> list[Entry]:
+        """The first ones that go in one request: a slot list that the server has not accepted goes alone."""
+        if entries[0].slots_id not in self._accepted:
+            return entries[:1]
+        unknown = (n for n, entry in enumerate(entries) if entry.slots_id not in self._accepted)
+        return entries[: next(unknown, len(entries))]
+
+    def _look_at_answers(self) -> None:
+        assert self._under_way is not None
+        store, entries, by_id, deadline = self._under_way
+        if not self._courier.done:
+            if time.monotonic() >= deadline:
+                self._under_way = None
+                store.put_back()
+                self._courier.close()
+                self._courier = self._new_courier()
+                problem = {"title": f"no whole answer within {REQUEST_SECONDS:g} s"}
+                self._back_off(Answer("unreachable", problem))
+            return
+        self._under_way = None
+        store.put_back()
+        try:
+            answers = self._courier.take()
+        except Exception as error:
+            problem = {"title": f"{type(error).__name__}: {error}"}
+            self._back_off(Answer("unreachable", problem))
+            return
+        if len(entries) > 1 and answers.whole and answers.each[0].kind in ("refused", "too-large"):
+            self._batch = max(1, len(entries) // 2)  # one of them, or their sum, is at fault: find out which
+            return
+        self._batch = MAX_BATCH if len(entries) == 1 else self._batch
+        self._settle(store, entries, by_id, answers)
+
+    def _settle(
+        self, store: Store, entries: Sequence[Entry], by_id: Sequence[bool], answers: Answers
+    ) -> None:
+        """Act on the answer for each sample."""
+        arrived: list[Entry] = []
+        refused: list[tuple[Entry, Answer]] = []
+        own = self._backlog.is_own(store)
+        for entry, named, answer in zip(entries, by_id, answers.each, strict=True):
+            if answer.kind == "accepted":
+                self._accepted.add(entry.slots_id)
+                arrived.append(entry)
+                if own:
+                    self._reply(answer.body)
+            elif answer.kind == "slots-unknown" and named:
+                self._accepted.discard(entry.slots_id)
+            elif not answer.waits:
+                refused.append((entry, answer))
+        self._backlog.remove(store, arrived)
+        for entry, answer in refused:
+            self._backlog.refuse(store, entry, answer.reason)
+        self._delivered_own += len(arrived) if own else 0
+        unheard = next((answer for answer in answers.each if answer.waits), None)
+        if unheard is None:
+            self._pause.end()
+            self._outage.delivered(len(arrived), self._backlog.count)
+        else:
+            self._back_off(unheard)
 
     def _reply(self, body: Mapping[str, Any]) -> None:
         try:
@@ -225,12 +332,58 @@ class Client:
         except Exception as error:
             self._once.failure("a reply of the server", error)
 
-    def _back_off(self, answer: Answer) -> None:
-        """Wait longer after each failure, by a random part, so that many trainers do not come back at once."""
-        self._once.warning(
-            "unreachable", "the server does not take samples (%s); they wait in memory", answer.reason
-        )
-        longest = min(LONGEST_BACKOFF_SECONDS, FIRST_BACKOFF_SECONDS * 2.0 ** min(self._failures, 16))
-        self._failures += 1
-        pause = max(longest * self._random.uniform(0.5, 1.0), answer.wait_seconds or 0.0)
-        self._retry_at = time.monotonic() + min(pause, LONGEST_BACKOFF_SECONDS)
+    def _back_off(self, answer: Answer | None) -> None:
+        if answer is not None:
+            self._outage.failed(answer, self._backlog.place)
+        self._pause.longer(answer)
+
+    def _finish(self) -> None:
+        """The thread's last work: the rest goes to disk, the end is told, the files are let go."""
+        try:
+            with self._working:
+                self._take_in()
+                self._tell_end()
+                in_memory = self._backlog.in_memory
+                on_disk = self._backlog.count - in_memory
+                self._backlog.close()
+                self._courier.close()
+            if self._abandoned:
+                self._say_unsent(on_disk, in_memory, "before the guard was dropped")
+            else:
+                self._kept, self._lost = on_disk, in_memory
+        finally:
+            with self._change:
+                self._pending, self._busy, self._finished = 0, False, True
+                self._change.notify_all()
+
+    def _tell_end(self) -> None:
+        if self._end_by is None or not self._delivered_own or self._backlog.count:
+            return
+        attempt, group = self._options.attempt, self._options.group
+        self._courier.start(lambda transport: transport.end(attempt, group))
+        with self._change:
+            self._change.wait_for(lambda: self._courier.done, max(0.0, self._end_by - time.monotonic()))
+
+    def _say_unsent(self, kept: int, lost: int, when: str) -> None:
+        """One line on what did not arrive: where it is kept, or that it is lost."""
+        if self._options.server is None:
+            return  # on disk is where samples go then
+        address, run = self._options.address, self._options.run
+        if kept:
+            logger.warning(
+                "%d samples of run %s did not reach %s %s: they are kept in %s, and the next start of this run sends them",
+                kept, run, address, when, self._backlog.folder,
+            )  # fmt: skip
+        if lost:
+            logger.warning("%d samples of run %s did not reach %s %s and are lost", lost, run, address, when)
+
+    def _new_courier(self) -> Courier:
+        return Courier(self._connect, self._wake)
+
+    def _connect(self) -> Transport:
+        assert self._options.server is not None
+        return Transport(self._options.server, self._options.run, self._options.token)
+
+    def _wake(self) -> None:
+        with self._change:
+            self._change.notify_all()

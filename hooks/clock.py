@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import sys
 import weakref
 from collections.abc import Callable, Iterable
@@ -41,11 +42,13 @@ class Clock:
 
 def checked_step(n: int | None) -> int | None:
     """The step number, if it can be one."""
-    if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 0):
+    if n is None:
+        return None
+    if isinstance(n, bool) or not isinstance(n, numbers.Integral) or n < 0:
         raise OptionError(
             f"step is {n!r}: give the whole number, 0 or above, of the step that has just ended"
         )
-    return n
+    return int(n)
 
 
 class OptimizerHook:

@@ -60,17 +60,15 @@ class Controls:
             self._completed = next_step - 1
             due = self._waiting is not None and next_step >= self._waiting[1]
             if due and self._waiting is not None:
-                self.plan, self.effective_step = self._waiting[0], next_step
+                self._take_up(self._waiting[0], next_step, next_step)
                 self._waiting = None
-                self._timed = {
-                    step
-                    for entry in self.plan.entries
-                    for step in (entry.not_before_step, entry.expires_step)
-                    if step is not None and step > next_step
-                }
         if due or any(step <= next_step for step in self._timed):
             self._timed = {step for step in self._timed if step > next_step}
             self._apply(next_step)
+
+    def after_fork_in_child(self) -> None:
+        """The lock may be held for ever by a thread that is not here."""
+        self._lock = threading.Lock()
 
     def restore(self) -> None:
         """Give every layer that a plan has changed the precision that it was configured with."""
@@ -78,14 +76,40 @@ class Controls:
         for name, precision in self._configured.items():
             self._set(name, precision)
 
-    def load(self, wire: Mapping[str, Any], effective_step: int | None, next_step: int) -> None:
-        """Take up a plan from a checkpoint."""
+    def _take_up(self, plan: Plan, effective_step: int | None, next_step: int) -> None:
+        self.plan, self.effective_step = plan, effective_step
+        self._timed = {
+            step
+            for entry in plan.entries
+            for step in (entry.not_before_step, entry.expires_step)
+            if step is not None and step > next_step
+        }
+
+    def state(self) -> dict[str, Any]:
+        """The plan in force and the one that waits for its step, for a checkpoint."""
+        with self._lock:
+            waiting = None
+            if self._waiting is not None:
+                waiting = {"plan": self._waiting[0].to_wire(), "effective_step": self._waiting[1]}
+            return {
+                "plan": self.plan.to_wire(),
+                "effective_step": self.effective_step,
+                "waiting_plan": waiting,
+            }
+
+    def load(self, state: Mapping[str, Any], next_step: int) -> None:
+        """Take up the plan of a checkpoint, and the one that waited: it takes effect with the step that it would have."""
         if self._observe_only:
             return
+        plan, waiting = self._readable(state["plan"]), state.get("waiting_plan")
+        later = None
+        if waiting is not None:
+            later = (self._readable(waiting["plan"]), int(waiting["effective_step"]))
         with self._lock:
-            self._waiting = (self._readable(wire), next_step)
+            self._take_up(plan, state.get("effective_step"), next_step)
+            self._waiting = later
+        self._apply(next_step)
         self.at_boundary(next_step)
-        self.effective_step = effective_step
 
     def _readable(self, wire: Any) -> Plan:
         """The plan without the entries that cannot be read. Raises PlanError where it is no plan at all."""

@@ -5,27 +5,41 @@ from __future__ import annotations
 import atexit
 import os
 import signal
+import sys
 import threading
 import weakref
-from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 EXIT_SECONDS = 5.0
-"""Longest that the end of the process waits for the server; what is left is counted and logged."""
+"""Longest that the end of the process waits for the server; what is left stays in the spool, or is counted and logged."""
+
+
+class Leaver(Protocol):
+    """Who has something to send at the end."""
+
+    def flush(self, timeout: float) -> bool:
+        """Send what there is."""
+
+    def finish(self, timeout: float, *, clean: bool) -> None:
+        """Send what there is and stop; a clean end is told to the server."""
 
 
 class Farewell:
-    """Calls `finish(timeout)` at exit. An earlier SIGTERM handler, and the exit code, stay what they were.
+    """Ends the leaver at exit. An earlier SIGTERM handler, and the exit code, stay what they were.
 
-    Where a handler of the trainer's own follows, SIGTERM only flushes: training may go on to write a checkpoint.
+    Where a handler of the trainer's own follows, SIGTERM only flushes: training may go on to write a checkpoint. A
+    second SIGTERM, while the first one's samples are being sent, does not wait again.
     """
 
-    def __init__(self, flush: Callable[[float], object], finish: Callable[[float], object]) -> None:
+    def __init__(self, leaver: Leaver) -> None:
         # Weak: a registration at exit must not keep a guard that everybody else has forgotten.
-        self._flush, self._finish = weakref.WeakMethod(flush), weakref.WeakMethod(finish)
+        self._leaver = weakref.ref(leaver)
         self._process = os.getpid()
         self._previous: Any = None
+        self._sending = False
+        self.signalled = False
+        """Whether SIGTERM has come: the run was stopped and did not end."""
         atexit.register(self._at_exit)
         if threading.current_thread() is threading.main_thread():
             previous = signal.getsignal(signal.SIGTERM)
@@ -41,20 +55,31 @@ class Farewell:
             signal.signal(signal.SIGTERM, self._previous)
             self._previous = None
 
-    def _at_exit(self) -> None:
-        self._send(self._finish)
+    def _mine(self) -> Leaver | None:
+        """The leaver, in the process that it belongs to."""
+        return self._leaver() if os.getpid() == self._process else None
 
-    def _send(self, method: weakref.WeakMethod[Callable[[float], object]]) -> None:
-        send = method()
-        if send is not None and os.getpid() == self._process:
-            send(EXIT_SECONDS)
+    def _at_exit(self) -> None:
+        leaver = self._mine()
+        if leaver is not None:
+            # The interpreter notes an exception that nobody caught before it calls what is registered at exit.
+            failed = getattr(sys, "last_type", None) is not None
+            leaver.finish(EXIT_SECONDS, clean=not failed and not self.signalled)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        previous = self._previous
+        again, self._sending = self._sending, True
+        self.signalled = True
+        previous, leaver = self._previous, self._mine()
+        try:
+            if leaver is not None and not again:
+                if callable(previous):
+                    leaver.flush(EXIT_SECONDS)
+                else:
+                    leaver.finish(EXIT_SECONDS, clean=False)
+        finally:
+            self._sending = again
         if callable(previous):
-            self._send(self._flush)
             previous(number, frame)
             return
-        self._send(self._finish)
         signal.signal(number, signal.SIG_DFL if previous is None else previous)
         os.kill(os.getpid(), number)

@@ -21,6 +21,10 @@ class OnceLog:
         if count == 0:
             logger.warning(message, *arguments)
 
+    def forget(self, kind: str) -> None:
+        """The trouble is over: should it come back, it is told again."""
+        self.counts.pop(kind, None)
+
     def failure(self, where: str, error: BaseException, at: str = "") -> None:
         """Log an exception of our own code that was kept away from the training loop; `at` names the first layer."""
         kind = f"{where}: {type(error).__name__}"

@@ -16,15 +16,16 @@ from torch import Tensor
 
 from fp8_safeguard.hooks.buffer import AMAX, Snapshot
 from fp8_safeguard.hooks.layers import GEMM_PARTS, GRADIENT_PARTS, ObservedLayer, Part
+from fp8_safeguard.hooks.once import OnceLog
 from fp8_safeguard.hooks.recompute import GEMM_COLUMNS
 from fp8_safeguard.hooks.settings import Options
+from fp8_safeguard.hooks.values import Number
 from fp8_safeguard.monitor.slots import Slot
 from fp8_safeguard.monitor.stats import COLUMNS, COUNT_COLUMNS, HISTOGRAM
 from fp8_safeguard.monitor.wire import Attempt, Sample
 
 logger = logging.getLogger("fp8_safeguard")
 
-Number = float | int | Tensor
 Vector = NDArray[np.float64]
 
 _SCALE_POWER = {"amax": 1, "sum_sq": 2, "sum_sq_q": 2, "sum_sq_err": 2, "sum_4th": 4}
@@ -64,8 +65,9 @@ class StepRecord:
 class SampleBuilder:
     """Knows the fixed part of every sample of one guard."""
 
-    def __init__(self, layers: list[ObservedLayer], options: Options) -> None:
+    def __init__(self, layers: list[ObservedLayer], options: Options, once: OnceLog) -> None:
         self.options = options
+        self._once = once
         self.attempt = Attempt(id=options.attempt)
         self.dropped = 0
         """Samples lost since attach()."""
@@ -81,6 +83,7 @@ class SampleBuilder:
         run = {name: _as_float(value) for name, value in record.notes.values.items()}
         if record.notes.found_scale is not None:
             run.setdefault("loss_scale", _as_float(record.notes.found_scale))
+        self._leave_out_nonfinite(run)
         loss_scale = run.get("loss_scale", 1.0)
         usable = math.isfinite(loss_scale) and loss_scale > 0
         listed = list(self._slots(record, loss_scale if usable else 1.0))
@@ -108,6 +111,18 @@ class SampleBuilder:
             run=run,
             scalars=tuple(scalars),
         )
+
+    def _leave_out_nonfinite(self, run: dict[str, float]) -> None:
+        """A value that the trainer chooses is never non-finite on the wire: the whole sample would be refused."""
+        for name in ("learning_rate", "tokens"):
+            if not math.isfinite(run.get(name, 0.0)):
+                value = run.pop(name)
+                self._once.warning(
+                    f"non-finite {name}",
+                    "%s is %s: it is left out of the samples where it is not finite",
+                    name,
+                    value,
+                )
 
     def _slots(self, record: StepRecord, loss_scale: float) -> Iterator[tuple[Slot, int, Vector]]:
         """Measured slots in the model's order: the layer's own, and its worst expert behind it."""

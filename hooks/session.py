@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 import weakref
 from dataclasses import replace
@@ -13,6 +12,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.optimizer import Optimizer
 
+from fp8_safeguard.hooks import forking
 from fp8_safeguard.hooks.buffer import Frame, Ring
 from fp8_safeguard.hooks.client import Client
 from fp8_safeguard.hooks.clock import Clock, owns, scale_of, scaler_in_use
@@ -71,7 +71,7 @@ class Session:
         self._picked: frozenset[int] = frozenset()
         self._begun = self._since = time.perf_counter()
         self._spent_before = 0.0
-        self._process = os.getpid()
+        forking.watch(self)
 
     @property
     def measuring(self) -> bool:
@@ -165,10 +165,22 @@ class Session:
         self.deliver()
         return self.client.flush(timeout)
 
-    def finish(self, timeout: float) -> None:
-        """Send what there is, for at most that many seconds, and stop sending."""
+    def finish(self, timeout: float, *, clean: bool = False) -> None:
+        """Send what there is, for at most that many seconds, and stop sending. The server is told of a clean end."""
         self.deliver()
-        self.client.close(timeout)
+        self.client.close(timeout, clean=clean)
+
+    def before_fork(self) -> None:
+        """Nothing of the training thread's can be under way."""
+
+    def after_fork_in_parent(self) -> None:
+        """Go on."""
+
+    def after_fork_in_child(self) -> None:
+        """A data-loader worker, or another child: the parent reports, and its threads' locks are not here to open."""
+        self.active = False
+        self.frame = None
+        self.controls.after_fork_in_child()
 
     def close(self) -> None:
         """Stop measuring for good."""
@@ -187,10 +199,6 @@ class Session:
         self.clock.open = True
         self.clock.ended_by_optimizer = False
         if not self.active or not self.due() or not self._affordable():
-            return
-        if os.getpid() != self._process:
-            # A forked data-loader worker: the parent reports.
-            self.active = False
             return
         self.frame = self._buffers().acquire()
         if self.frame is None:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import numbers
 import os
 import re
 import secrets
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from fp8_safeguard.hooks.errors import OptionError
+from fp8_safeguard.hooks.once import logger
+from fp8_safeguard.hooks.transport import address_of
+from fp8_safeguard.hooks.values import whole
 from fp8_safeguard.monitor.thresholds import get_preset
 
 MODES = ("observe", "advise", "enforce")
+SPOOL_MAX_BYTES = 2**30
+"""Most that the samples of one attempt and group take on disk, unless FP8_SAFEGUARD_SPOOL_MAX_BYTES says otherwise."""
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 # torchrun without --rdzv-id calls every job "none": no name at all.
 _NO_NAME = ("", "none")
@@ -45,7 +52,14 @@ class Options:
     thresholds: str
     """Name of the threshold preset."""
     spool_dir: Path | None
-    """Folder where samples go when no server is given."""
+    """Folder where samples are kept until the server has them, and for good without a server; None keeps no file."""
+    spool_max_bytes: int
+    """Most that the samples on disk take; beyond it the oldest are dropped and counted."""
+
+    @property
+    def address(self) -> str:
+        """The server as it may stand in a log."""
+        return "no server" if self.server is None else address_of(self.server)
 
 
 def resolve(
@@ -65,23 +79,55 @@ def resolve(
 ) -> Options:
     """Fill in defaults from the environment and refuse what cannot work."""
     environment = os.environ
-    server = server or environment.get("FP8_SAFEGUARD_SERVER") or None
-    folder = spool_dir or environment.get("FP8_SAFEGUARD_SPOOL_DIR") or None
+    server = _server_url(server or environment.get("FP8_SAFEGUARD_SERVER") or None)
     get_preset(thresholds)
     return Options(
-        server=_server_url(server),
-        token=token or environment.get("FP8_SAFEGUARD_TOKEN") or None,
-        run=_identifier("run", run or _default_run()),
+        server=server,
+        token=_token(token or environment.get("FP8_SAFEGUARD_TOKEN") or None),
+        run=_identifier("run", _default_run() if run is None else run),
         attempt=_text("attempt", attempt if attempt is not None else _default_attempt()),
         group=_text("group", group),
-        groups=_at_least("groups", groups, 1),
-        every=_at_least("every", every, 1),
-        recompute=_at_least("recompute", recompute, 0),
+        groups=whole("groups", groups, 1),
+        every=whole("every", every, 1),
+        recompute=whole("recompute", recompute, 0),
         overhead_budget=_fraction(overhead_budget),
         mode=_one_of("mode", mode, MODES),
         thresholds=thresholds,
-        spool_dir=Path(folder) if folder else None,
+        spool_dir=_spool_folder(spool_dir, with_server=server is not None),
+        spool_max_bytes=_spool_limit(environment.get("FP8_SAFEGUARD_SPOOL_MAX_BYTES", "")),
     )
+
+
+def _spool_folder(given: str | os.PathLike[str] | None, *, with_server: bool) -> Path | None:
+    """The folder as given, else the environment's, else the user's state folder where a server is named.
+
+    An empty text turns the disk off.
+    """
+    if given is not None and not isinstance(given, str | os.PathLike):
+        raise OptionError(f"spool_dir is {given!r}: give a folder, or an empty text to keep nothing on disk")
+    folder = os.environ.get("FP8_SAFEGUARD_SPOOL_DIR") if given is None else os.fspath(given)
+    try:
+        if folder is not None:
+            return Path(folder).expanduser().absolute() if folder else None
+        if not with_server:
+            return None
+        state = Path(os.environ.get("XDG_STATE_HOME", ""))
+        # The XDG rule: a relative path there is to be ignored.
+        state = state if state.is_absolute() else Path.home() / ".local" / "state"
+        return state / "fp8-safeguard" / "spool"
+    except RuntimeError as error:
+        logger.warning("samples are not kept on disk (%s): set FP8_SAFEGUARD_SPOOL_DIR to a folder", error)
+        return None
+
+
+def _spool_limit(text: str) -> int:
+    if not text:
+        return SPOOL_MAX_BYTES
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise OptionError(
+            f"FP8_SAFEGUARD_SPOOL_MAX_BYTES is {text!r}: give a whole number of bytes, such as {SPOOL_MAX_BYTES}"
+        )
+    return int(text)
 
 
 def _default_run() -> str:
@@ -105,13 +151,30 @@ def _default_attempt() -> str:
 def _server_url(server: str | None) -> str | None:
     if server is None:
         return None
-    if not server.startswith(("http://", "https://")):
-        raise OptionError(f"server is {server!r}: give its base URL, for example http://127.0.0.1:8787")
+    said = f"server is {server!r}: give its base URL, for example http://127.0.0.1:8787"
+    if not isinstance(server, str) or not server.startswith(("http://", "https://")):
+        raise OptionError(said)
+    try:
+        parts = urlsplit(server)
+        usable = bool(parts.hostname) and parts.port != 0 and not parts.query and not parts.fragment
+    except ValueError as error:  # a port that is no number, a bracket that is not closed
+        raise OptionError(f"{said} ({error})") from error
+    if not usable or any(c.isspace() for c in server):
+        raise OptionError(said)
     return server.rstrip("/")
 
 
+def _token(token: str | None) -> str | None:
+    """The token, if a header can carry it. It is a secret: the message must not show it."""
+    if token is None or (
+        isinstance(token, str) and token.isascii() and token.isprintable() and " " not in token
+    ):
+        return token
+    raise OptionError("the token is not one line of printable ASCII without spaces: copy it again")
+
+
 def _identifier(name: str, value: str) -> str:
-    if not _RUN_ID.fullmatch(value):
+    if not isinstance(value, str) or not _RUN_ID.fullmatch(value):
         raise OptionError(
             f"{name} is {value!r}: a letter or digit, then up to 127 letters, digits, '.', '_' or '-'"
         )
@@ -124,16 +187,12 @@ def _text(name: str, value: str) -> str:
     return value
 
 
-def _at_least(name: str, value: int, lowest: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
-        raise OptionError(f"{name} is {value!r}: give a whole number of at least {lowest}")
-    return value
-
-
 def _fraction(value: float | None) -> float | None:
-    if value is not None and not 0.0 < value <= 1.0:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0.0 < value <= 1.0:
         raise OptionError(f"overhead_budget is {value!r}: give a fraction above 0 and up to 1, or None")
-    return value
+    return float(value)
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> str:

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgpack
@@ -19,6 +26,7 @@ from fp8_safeguard.monitor.wire import Sample, columns_for, parse_sample
 
 ENVIRONMENT = (
     "FP8_SAFEGUARD_SERVER", "FP8_SAFEGUARD_TOKEN", "FP8_SAFEGUARD_RUN", "FP8_SAFEGUARD_SPOOL_DIR",
+    "FP8_SAFEGUARD_SPOOL_MAX_BYTES",
     "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_RESTART_COUNT",
 )  # fmt: skip
 
@@ -32,9 +40,17 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No option from outside, and a state folder of the test's own: nothing is written to the user's."""
     for name in ENVIRONMENT:
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
+@pytest.fixture
+def spool_dir(tmp_path: Path) -> Path:
+    """Where a guard with a server keeps its samples."""
+    return tmp_path / "state" / "fp8-safeguard" / "spool"
 
 
 @pytest.fixture(autouse=True)
@@ -95,25 +111,37 @@ class Endpoint:
     """A loopback server that keeps what it was sent and answers as the test wants."""
 
     def __init__(self) -> None:
+        self.ended: list[dict[str, Any]] = []
+        self.end_status = 200
         self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.paths: list[str] = []
-        self.answer: Callable[[dict[str, Any]], tuple[int, dict[str, Any]]] = lambda body: (
-            200,
-            accepted(body),
-        )
+        self.answer: Callable[[dict[str, Any]], Any] = lambda body: (200, accepted(body))
+        """Status and document (or text, sent as HTML) of an answer."""
         endpoint = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
-                body = msgpack.unpackb(self.rfile.read(int(self.headers["Content-Length"])))
+                content = self.rfile.read(int(self.headers["Content-Length"]))
+                if self.path.endswith(":end"):
+                    endpoint.ended.append(json.loads(content))
+                    self.reply(endpoint.end_status, {"ended": True})
+                    return
+                body = msgpack.unpackb(content)
                 endpoint.requests.append(body)
                 endpoint.headers.append({name.lower(): value for name, value in self.headers.items()})
                 endpoint.paths.append(self.path)
-                status, answer = endpoint.answer(body)
-                content = json.dumps(answer).encode()
+                self.reply(*endpoint.answer(body))
+
+            def reply(
+                self, status: int, answer: Any, headers: Mapping[str, str] = MappingProxyType({})
+            ) -> None:
+                text = isinstance(answer, str)
+                content = answer.encode() if text else json.dumps(answer).encode()
                 self.send_response(status)
-                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Type", "text/html" if text else "application/json")
+                for name, value in headers.items():
+                    self.send_header(name, value)
                 self.send_header("Content-Length", str(len(content)))
                 self.end_headers()
                 self.wfile.write(content)
@@ -157,6 +185,106 @@ def endpoint() -> Iterator[Endpoint]:
     server = Endpoint()
     yield server
     server.stop()
+
+
+WARM_PROCESS = """
+import json, logging, os, signal, sys, time
+import httpx2, msgpack, torch
+from torch import nn
+from fp8_safeguard.hooks import attach, farewell
+torch.set_num_threads(1)
+logging.basicConfig(format="%(message)s")
+model = nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+def steps(number):
+    for _ in range(number):
+        model(torch.randn(4, 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+def on_disk(guard):
+    while guard._session.client._inbox or guard._session.client._busy:
+        time.sleep(0.01)
+with attach(model, every=1, recompute=1):
+    steps(2)
+for line in sys.stdin:
+    job = json.loads(line)
+    if "wait" in job:
+        print(os.waitstatus_to_exitcode(os.waitpid(job["wait"], 0)[1]), flush=True)
+        continue
+    child = os.fork()
+    if child == 0:
+        break
+    print(child, flush=True)
+else:
+    os._exit(0)
+for stream, path in ((1, job["out"]), (2, job["err"])):
+    os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), stream)
+os.environ.update(job["environment"])
+exec(job["code"])
+"""
+
+
+class TrainingProcess:
+    """A process that trains a small model under a guard; it was forked from one that had imported everything."""
+
+    def __init__(self, warm: subprocess.Popen[str], code: str, folder: Path) -> None:
+        self._warm, self._out, self._err = warm, folder / "out", folder / "err"
+        environment = {"XDG_STATE_HOME": os.environ["XDG_STATE_HOME"]}
+        paths = {"out": str(self._out), "err": str(self._err)}
+        self.pid = self._ask({"code": code, "environment": environment, **paths})
+        self.returncode: int | None = None
+
+    def _ask(self, job: dict[str, Any]) -> int:
+        assert self._warm.stdin is not None
+        assert self._warm.stdout is not None
+        self._warm.stdin.write(json.dumps(job) + "\n")
+        self._warm.stdin.flush()
+        return int(self._warm.stdout.readline())
+
+    def until(self, word: str = "ready", seconds: float = 60.0) -> None:
+        """Wait until it has written that word."""
+        end = time.monotonic() + seconds
+        while not self._out.exists() or word not in self._out.read_text():
+            assert time.monotonic() < end, self._err.read_text()
+            time.sleep(0.01)
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def end(self) -> str:
+        """Wait for its end; what it wrote to standard error."""
+        if self.returncode is None:
+            self.returncode = self._ask({"wait": self.pid})
+        return self._err.read_text()
+
+
+@pytest.fixture(scope="session")
+def warm_process() -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", WARM_PROCESS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    yield process
+    process.communicate(timeout=60)
+
+
+@pytest.fixture
+def script(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., TrainingProcess]]:
+    """Start a training process: `head` runs before its guard is made, `tail` after it."""
+    started: list[TrainingProcess] = []
+
+    def start(tail: str, url: str, *, head: str = "", **options: Any) -> TrainingProcess:
+        given = {"server": url, "run": "exit", "every": 1, **options}
+        code = f"{head}\nguard = attach(model, **{given!r})\n{tail}"
+        folder = tmp_path / f"process-{len(started)}"
+        folder.mkdir()
+        started.append(TrainingProcess(request.getfixturevalue("warm_process"), code, folder))
+        return started[-1]
+
+    yield start
+    for process in started:
+        if process.returncode is None:
+            process.send_signal(signal.SIGKILL)
+            process.end()
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -58,29 +59,40 @@ def test_matmul_settings_are_neither_followed_nor_changed(watch: Watch, read: Re
     assert error == pytest.approx(float((y.detach() - exact).norm() / exact.norm()), rel=1e-3)
 
 
-def test_b16_no_tensor_outlives_its_step(watch: Watch) -> None:
+@pytest.mark.parametrize("server", [None, "http://127.0.0.1:9"])
+def test_b16_no_tensor_outlives_its_step(watch: Watch, server: str | None) -> None:
+    """Whether samples are taken away or wait for a server that is not there."""
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), Fp8Linear(8, 8))
-    watch(model, recompute=2)
+    guard = watch(model, recompute=2, server=server)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     gc.disable()  # whatever needs the collector to go away stays long enough to hurt
     try:
         counts = []
-        for step in range(12):
+        for step in range(1, 51):
             with torch.no_grad():
-                model(torch.randn(4, 8))
+                evaluated = model(torch.randn(4, 8))
             x = torch.randn(4, 8)
             y = model(x)
             y.sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-            refs = [weakref.ref(x), weakref.ref(y)]
-            del x, y
-            assert [ref() for ref in refs] == [None, None]
-            if step in (4, 11):
+            refs = [weakref.ref(x), weakref.ref(y), weakref.ref(evaluated)]
+            del x, y, evaluated
+            assert [ref() for ref in refs] == [None, None, None]
+            if step in (10, 50):
+                until_built(guard)
                 counts.append(sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects()))
         assert counts[0] == counts[1]
     finally:
         gc.enable()
+
+
+def until_built(guard: Guard) -> None:
+    """Wait until the samples are no tensors any more."""
+    client, end = guard._session.client, time.monotonic() + 30
+    while client._inbox or client._busy:
+        assert time.monotonic() < end
+        time.sleep(0.005)
 
 
 def test_b16_a_forward_without_backward_is_freed(watch: Watch) -> None:
