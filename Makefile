@@ -14,7 +14,7 @@ help:  ## Show this list
 setup: $(STAMP)  ## Make .venv with everything the project needs
 
 # The text corpus goes in without its dependencies: only its files are read.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt setup.py $(wildcard kernels/cpp/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "fp8-safeguard needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.11 setup"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
@@ -43,6 +43,7 @@ check: setup  ## Lint, types, import contracts, docs
 
 readme: setup  ## Bring the README's generated parts up to date
 	$(BIN)/python docs/readme.py
+	$(BIN)/python docs/commands.py
 
 screenshots: setup  ## Take the pictures of the pages in docs/images again
 	$(BIN)/python docs/screenshots.py

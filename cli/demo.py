@@ -72,7 +72,9 @@ def run_demo(options: DemoOptions) -> DemoReport:
         write_report(options, report, server.url)
         if not options.headless and sys.stdin.isatty():
             input("The page stays until you press Enter. ")
-    say(f"To look again: {Path(sys.argv[0])} serve --database-url {server.database_url}")
+    program = Path(sys.argv[0])
+    say(f"To look again: {program} serve --database-url {server.database_url}")
+    say(f"Or in short:   {program} status {runs['protected']} --database-url {server.database_url}")
     return report
 
 

@@ -1,5 +1,6 @@
 """The four training runs of the demo, each in a process of its own."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -60,6 +61,8 @@ def message_queue() -> "Queue[ArmMessage]":
 
 def run_arm(spec: ArmSpec, messages: "Queue[ArmMessage]") -> None:
     """Train one arm to its end; a failure is reported, not raised into the void."""
+    # Everything that the demo writes stays in its folder.
+    os.environ.setdefault("FP8_SAFEGUARD_SPOOL_DIR", str(spec.checkpoint.parent / "spool"))
     try:
         _train(spec, messages.put)
     except BaseException as error:

@@ -1,13 +1,18 @@
 """The `fp8-safeguard` command and its options."""
 
-from errno import EADDRINUSE
+import sys
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
-from fp8_safeguard.cli import read
-from fp8_safeguard.cli.api import ApiError
+from fp8_safeguard.cli import act, options, read
+from fp8_safeguard.cli.database import db
+from fp8_safeguard.cli.export import export
+from fp8_safeguard.cli.output import fail, print_json
+from fp8_safeguard.cli.serving import serve
+from fp8_safeguard.cli.tokens import token
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -15,11 +20,35 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Watch the numerics of FP8 training, and act on what is seen.",
 )
-db = typer.Typer(no_args_is_help=True, help="The server's database.")
-app.add_typer(db, name="db")
+WATCHING = "Watch runs, and act"
+SERVING = "Serve"
+TRAINING = "Train"
 
-for command in (read.status, read.layers, read.alerts, read.decisions):
-    app.command()(command)
+
+class Listing(TyperCommand):
+    """A list whose items another command acts on: `alerts ack 3` says that it is `alert ack 3`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        group = {"alerts": act.alert, "decisions": act.decision}[str(self.name)]
+        verbs = [
+            command.name or command.callback.__name__
+            for command in group.registered_commands
+            if command.callback
+        ]
+        if len(args) > 1 and args[0] in verbs:
+            one = str(self.name).removesuffix("s")
+            fail(f"To act on one: fp8-safeguard {one} {' '.join(args)}", 2)
+        return super().parse_args(ctx, args)
+
+
+for reader in (read.status, read.runs, read.layers):
+    app.command(rich_help_panel=WATCHING)(reader)
+for lister in (read.alerts, read.decisions):
+    app.command(cls=Listing, rich_help_panel=WATCHING)(lister)
+app.command(rich_help_panel=WATCHING)(export)
+app.add_typer(act.alert, name="alert", rich_help_panel=WATCHING)
+app.add_typer(act.decision, name="decision", rich_help_panel=WATCHING)
+app.command(rich_help_panel=SERVING)(serve)
 
 
 def _version(wanted: bool) -> None:
@@ -36,51 +65,15 @@ def top(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Watch the numerics of FP8 training, and act on what is seen."""
+    """Watch the numerics of FP8 training, and act on what is seen.
+
+    Exit codes: 0 it worked; 1 it did not, or the answer is bad where asked;
+    2 it was asked wrongly. Answers go to standard output, the rest to
+    standard error.
+    """
 
 
-@app.command()
-def doctor(as_json: read.Json = False) -> None:
-    """Show what this machine has and which kernels will be used."""
-    from fp8_safeguard.cli import doctor as checks
-
-    found = checks.report()
-    if as_json:
-        read.print_json(found)
-    else:
-        typer.echo("\n".join(checks.lines(found)))
-
-
-@app.command()
-def serve(
-    host: Annotated[
-        str | None, typer.Option(help="Address to listen on; anything but loopback needs a token.")
-    ] = None,
-    port: Annotated[
-        int | None, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")
-    ] = None,
-    workers: Annotated[int, typer.Option(min=1, help="Server processes; SQLite takes one.")] = 1,
-    database_url: Annotated[str | None, typer.Option(help="SQLAlchemy URL of the store.")] = None,
-) -> None:
-    """Start the server: ingest, dashboard, REST and Prometheus metrics."""
-    from fp8_safeguard.server.serve import run
-    from fp8_safeguard.server.settings import Settings
-
-    if workers > 1:
-        fail(f"--workers is {workers}; this release serves from one process. Leave it at 1.")
-    chosen: dict[str, Any] = {"host": host, "port": port, "database_url": database_url}
-    try:
-        settings = Settings(**{name: value for name, value in chosen.items() if value is not None})
-        run(settings)
-    except OSError as error:
-        if error.errno == EADDRINUSE:
-            fail(f"Port {settings.port} is taken. Choose another with --port, or --port 0 for any free one.")
-        fail(str(error))
-    except ValueError as error:
-        fail(str(error))
-
-
-@app.command()
+@app.command(rich_help_panel=TRAINING)
 def demo(
     headless: Annotated[bool, typer.Option("--headless", help="Open no browser, wait for nobody.")] = False,
     steps: Annotated[int, typer.Option(help="Steps of each run; the fault comes 50 before the end.")] = 250,
@@ -94,76 +87,104 @@ def demo(
     seed: Annotated[int, typer.Option(min=0, help="Seed of weights, data order and fault.")] = 0,
 ) -> None:
     """Train on real text, break a layer, watch it being saved (about four minutes)."""
+    from fp8_safeguard.cli.api import ApiError
     from fp8_safeguard.cli.demo import DemoError, DemoOptions, run_demo
     from fp8_safeguard.cli.server_process import ServerStartError
 
-    options = DemoOptions(
+    chosen = DemoOptions(
         steps=steps, port=port, headless=headless, folder=folder, json_file=json_file, seed=seed
     )
     try:
-        run_demo(options)
-    except (DemoError, ServerStartError, ApiError) as error:
+        run_demo(chosen)
+    except (DemoError, ServerStartError, ApiError, OSError) as error:
         fail(str(error))
     except KeyboardInterrupt:
         fail("Stopped.")
 
 
-@app.command()
+@app.command(rich_help_panel=TRAINING)
 def train(
     steps: Annotated[
         int, typer.Option(min=1, help="Steps to have completed at the end, a resumed run's included.")
     ],
     preset: Annotated[str | None, typer.Option(help="Named configuration: demo, ling, seed or tiny.")] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file with the fields of TrainConfig.")] = None,
-    resume: Annotated[Path | None, typer.Option(help="Checkpoint to continue from.")] = None,
-    server: read.Server = None,
-    token: read.Token = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="Checkpoint to continue from, or a folder: its newest healthy one.")
+    ] = None,
+    server: Annotated[
+        str | None, typer.Option(envvar="FP8_SAFEGUARD_SERVER", help="Address of the server.")
+    ] = None,
+    token: options.Token = None,
     run: Annotated[str | None, typer.Option(help="Name of the run on the server.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Seed of weights and data order.")] = None,
     precision: Annotated[str | None, typer.Option(help="fp8 or bf16.")] = None,
     save: Annotated[Path | None, typer.Option(help="Write a checkpoint here at the end.")] = None,
+    checkpoint_dir: Annotated[
+        Path | None, typer.Option(help="Write periodic checkpoints into this folder.")
+    ] = None,
+    recover: Annotated[
+        bool, typer.Option("--recover", help="Go back to the newest healthy checkpoint when the run is lost.")
+    ] = False,
 ) -> None:
-    """Train the mixture-of-experts language model on real text."""
+    """Train the mixture-of-experts language model on real text.
+
+    SIGTERM and Ctrl-C stop it after the step in progress, with a checkpoint,
+    and it says how to resume; the exit code is then 143 or 130.
+
+    Examples:
+        fp8-safeguard train --steps 200 --preset tiny --save tiny.pt
+        fp8-safeguard train --steps 400 --resume tiny.pt
+    """
     from fp8_safeguard.cli.train import run_training
     from fp8_safeguard.trainer import TrainerError
 
-    chosen = {"server": server, "token": token, "run": run, "seed": seed, "precision": precision}
+    chosen: dict[str, Any] = {
+        "server": server,
+        "token": token,
+        "run": run,
+        "seed": seed,
+        "precision": precision,
+    }
+    chosen |= {
+        "checkpoint_dir": None if checkpoint_dir is None else str(checkpoint_dir),
+        "recover": recover or None,
+    }
     changes = {name: value for name, value in chosen.items() if value is not None}
     try:
-        run_training(steps, preset=preset, config=config, resume=resume, save=save, changes=changes)
+        interruption = run_training(
+            steps, preset=preset, config=config, resume=resume, save=save, changes=changes
+        )
     except (TrainerError, OSError) as error:
         fail(str(error))
     except KeyboardInterrupt:
         fail("Stopped.")
+    if interruption is not None:
+        fail(interruption.message, interruption.exit_code)
 
 
-@db.command()
-def upgrade(
-    database_url: Annotated[str | None, typer.Option(help="SQLAlchemy URL of the store.")] = None,
-) -> None:
-    """Bring the database to this release's schema."""
-    from fp8_safeguard.server.migrate import upgrade as migrate
-    from fp8_safeguard.server.settings import Settings
-    from fp8_safeguard.server.store import StoreError, open_store
-
-    settings = Settings() if database_url is None else Settings(database_url=database_url)
-    try:
-        store = open_store(settings)
-        revision = migrate(store)
-    except StoreError as error:
-        fail(str(error))
-    store.close()
-    typer.echo(f"{settings.database_url} is at revision {revision}.")
+app.add_typer(token, name="token", rich_help_panel=SERVING)
+app.add_typer(db, name="db", rich_help_panel=SERVING)
 
 
-def fail(text: str) -> NoReturn:
-    """One line on stderr and exit code 1."""
-    typer.echo(text, err=True)
-    raise typer.Exit(1)
+@app.command(rich_help_panel=SERVING)
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """Show what this machine has and which kernels will be used."""
+    from fp8_safeguard.cli import doctor as checks
+
+    found = checks.report()
+    if as_json:
+        print_json(found)
+    else:
+        typer.echo("\n".join(checks.lines(found)))
 
 
 def main() -> None:
     """Entry point of the console script."""
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal that cannot show a letter shows its escape; it is no reason to fail.
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
     app()
 
 

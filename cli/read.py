@@ -1,136 +1,175 @@
-"""The reading commands: status, layers, alerts and decisions of a run."""
+"""The reading commands: runs, status, layers, alerts and decisions."""
 
-import json
-from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import Annotated
 
 import typer
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
-from fp8_safeguard.cli.api import Api, ApiError
+from fp8_safeguard.cli.api import ApiError
+from fp8_safeguard.cli.options import Json, Limit, ReadFrom, Run, Server, Token
+from fp8_safeguard.cli.output import Columns, Item, cell, print_json, show, show_facts
+from fp8_safeguard.cli.source import Source, about, chosen_run, source
 
-Server = Annotated[str | None, typer.Option(envvar="FP8_SAFEGUARD_SERVER", help="Address of the server.")]
-Token = Annotated[str | None, typer.Option(envvar="FP8_SAFEGUARD_TOKEN", help="Bearer token.")]
-Run = Annotated[str | None, typer.Argument(help="The run; by default the one that reported last.")]
-Json = Annotated[bool, typer.Option("--json", help="Print the server's JSON.")]
+NEEDS_SOMEBODY = ("unstable", "stale")
+"""States of a run for which `status --exit-code` answers 1."""
 
 
-def ask(
-    server: str | None, token: str | None, run: str | None, question: Callable[[Api, str], Any]
-) -> tuple[str, Any]:
-    """The run asked about, and the answer; a failure is one line on stderr and exit code 1."""
-    try:
-        with Api(server, token) as api:
-            name = run or api.latest_run()
-            return name, question(api, name)
-    except ApiError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(1) from error
+@contextmanager
+def asking(
+    server: str | None, database_url: str | None, token: str | None, run: str | None
+) -> Iterator[tuple[Source, str]]:
+    """The source and the run that is meant; a failure is one line on stderr and an exit code."""
+    with source(server, database_url, token) as asked:
+        name = chosen_run(asked, run)
+        try:
+            yield asked, name
+        except ApiError as error:
+            raise about(asked, name, error) from error
 
 
-def print_json(value: Any) -> None:
-    """JSON on standard output; non-finite numbers are already strings."""
-    typer.echo(json.dumps(value, indent=2, allow_nan=False))
-
-
-def show(
-    what: str,
-    answer: tuple[str, Sequence[Mapping[str, Any]]],
-    as_json: bool,
-    columns: Mapping[str, Callable[[Mapping[str, Any]], object]],
+def runs(
+    server: Server = None,
+    database_url: ReadFrom = None,
+    token: Token = None,
+    as_json: Json = False,
+    limit: Limit = None,
 ) -> None:
-    """The items as the server's JSON, or as a table that says which run it is about."""
-    run, items = answer
-    if as_json:
-        print_json({"items": items, "next_page_token": None})
-        return
-    if not items:
-        typer.echo(f"{run}: no {what}.")
-        return
-    shown = Table(title=f"{run}: {what}", title_justify="left", box=SIMPLE_HEAD)
-    for column in columns:
-        shown.add_column(column, overflow="fold")
-    for item in items:
-        # Text, because a layer's name may look like markup.
-        shown.add_row(*(Text(cell(column(item))) for column in columns.values()))
-    Console().print(shown)
+    """List the runs, the newest first."""
+    with source(server, database_url, token) as asked:
+        items = asked.runs()[:limit]
+    columns: Columns = {
+        "run": lambda item: item["id"],
+        "state": lambda item: item["state"],
+        "step": lambda item: item["last_step"],
+        "loss": lambda item: item["loss"],
+        "mode": lambda item: item["mode"],
+        "last report": lambda item: age(item["last_report"]),
+    }
+    answer("runs", items, columns, as_json)
 
 
-def cell(value: object) -> str:
-    """One value for a table: numbers with four significant digits, nothing for null."""
-    if value is None:
-        return ""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+def status(
+    run: Run = None,
+    server: Server = None,
+    database_url: ReadFrom = None,
+    token: Token = None,
+    as_json: Json = False,
+    exit_code: Annotated[
+        bool, typer.Option("--exit-code", help="Exit with 1 when the run is unstable or stale.")
+    ] = False,
+) -> None:
+    """The verdict on a run: its state, why, and what to do next.
 
+    With --exit-code the verdict is the exit code too: 1 for unstable and
+    stale; 0 for healthy, watch, fallback and ended, which need nobody now.
 
-def place(slot: Mapping[str, Any]) -> str:
-    """A slot, a target or a worst reading in two words: `dgrad`, `x row`, `layer`."""
-    words = [slot.get("gemm") or "", slot.get("operand") or "", slot.get("layout") or ""]
-    return " ".join(word for word in words if word) or "layer"
-
-
-def status(run: Run = None, server: Server = None, token: Token = None, as_json: Json = False) -> None:
-    """The verdict on a run: its state, why, and what to do next."""
-    _, detail = ask(server, token, run, lambda api, name: api.get(f"/runs/{name}"))
-    if as_json:
-        print_json(detail)
-        return
-    verdict = detail["verdict"]
-    typer.echo(f"{detail['id']}: {verdict['state'].upper()}")
-    typer.echo(f"  why   {verdict['why']}")
-    typer.echo(f"  next  {verdict['next']}")
-    typer.echo(
-        f"  step  {detail['last_step']}, loss {cell(detail['loss']) or 'not sent'}, mode {detail['mode']}"
-    )
+    Examples:
+        fp8-safeguard status
+        fp8-safeguard status my-run --json
+        fp8-safeguard status --database-url sqlite:///demo-data/demo.db
+    """
+    with asking(server, database_url, token, run) as (asked, name):
+        detail = asked.run(name)
+        if as_json:
+            print_json(detail)
+        else:
+            facts = status_lines(detail, asked.plan(name))
+            show_facts(detail["id"], detail["verdict"]["state"], facts)
+    if exit_code and detail["state"] in NEEDS_SOMEBODY:
+        raise typer.Exit(1)
 
 
 def layers(
     run: Run = None,
     server: Server = None,
+    database_url: ReadFrom = None,
     token: Token = None,
     as_json: Json = False,
-    state: Annotated[str | None, typer.Option(help="Only layers in this state.")] = None,
+    limit: Limit = None,
+    state: Annotated[
+        str | None,
+        typer.Option(help="Only layers that are healthy, watch, unstable, fallback, unknown or stale."),
+    ] = None,
+    q: Annotated[str | None, typer.Option("--q", help="Only layers whose name holds this text.")] = None,
+    order_by: Annotated[
+        str | None, typer.Option(help="severity (worst first, the default), layer (model order) or name.")
+    ] = None,
 ) -> None:
-    """The layers of a run, worst first."""
-    answer = ask(server, token, run, lambda api, name: api.items(f"/runs/{name}/layers", state=state))
+    """The layers of a run, worst first.
 
-    def worst(name: str) -> Callable[[Mapping[str, Any]], object]:
-        return lambda item: (item.get("worst") or {}).get(name)
-
-    columns = {
+    Examples:
+        fp8-safeguard layers my-run --limit 10
+        fp8-safeguard layers --state unstable --q mlp --json
+    """
+    with asking(server, database_url, token, run) as (asked, name):
+        items = asked.layers(name, limit=limit, state=state, q=q, order_by=order_by)
+    columns: Columns = {
         "layer": lambda item: item["layer"],
         "state": lambda item: item["state"],
         "slot": lambda item: place(item.get("worst") or {}),
-        "metric": worst("metric"),
-        "value": worst("value"),
-        "limit": worst("threshold"),
+        "metric": lambda item: (item.get("worst") or {}).get("metric"),
+        "value": lambda item: (item.get("worst") or {}).get("value"),
+        "limit": lambda item: (item.get("worst") or {}).get("threshold"),
     }
-    show("layers, worst first", answer, as_json, columns)
+    titles = {None: "layers, worst first", "severity": "layers, worst first", "layer": "layers, model order"}
+    answer(f"{name}: {titles.get(order_by, f'layers, by {order_by}')}", items, columns, as_json)
 
 
-def alerts(run: Run = None, server: Server = None, token: Token = None, as_json: Json = False) -> None:
-    """The alerts of a run."""
-    answer = ask(server, token, run, lambda api, name: api.items(f"/runs/{name}/alerts"))
-    columns = {
+def alerts(
+    run: Run = None,
+    server: Server = None,
+    database_url: ReadFrom = None,
+    token: Token = None,
+    as_json: Json = False,
+    limit: Limit = None,
+    state: Annotated[str | None, typer.Option(help="Only alerts that are open, held or resolved.")] = None,
+) -> None:
+    """The alerts of a run, the newest first.
+
+    To act on one: fp8-safeguard alert ack|silence|resolve ID.
+    """
+    with asking(server, database_url, token, run) as (asked, name):
+        items = asked.alerts(name, limit=limit, state=state)
+    columns: Columns = {
+        "id": lambda item: item["id"],
         "step": lambda item: item.get("step"),
         "severity": lambda item: item.get("severity"),
         "state": lambda item: item.get("state"),
-        "layer": lambda item: item.get("layer"),
-        "slot": lambda item: place(item.get("slot") or {}),
+        "layer": lambda item: item.get("layer") or "the run",
+        "slot": lambda item: place(item.get("slot") or {}) if item.get("layer") else "",
         "rule": lambda item: item.get("rule"),
         "value": lambda item: item.get("value"),
         "limit": lambda item: item.get("threshold"),
+        "note": alert_note,
     }
-    show("alerts", answer, as_json, columns)
+    answer(f"{name}: alerts", items, columns, as_json)
 
 
-def decisions(run: Run = None, server: Server = None, token: Token = None, as_json: Json = False) -> None:
-    """The decisions on a run; `--json` adds their reasons and evidence."""
-    answer = ask(server, token, run, lambda api, name: api.items(f"/runs/{name}/decisions"))
-    columns = {
+def decisions(
+    run: Run = None,
+    server: Server = None,
+    database_url: ReadFrom = None,
+    token: Token = None,
+    as_json: Json = False,
+    limit: Limit = None,
+    state: Annotated[
+        str | None,
+        typer.Option(help="Only proposed, approved, rejected, sent, applied, reverted or expired ones."),
+    ] = None,
+    layer: Annotated[
+        str | None, typer.Option(help="Only decisions on this layer, by its whole name.")
+    ] = None,
+) -> None:
+    """The decisions on a run, the newest first; --json adds their reasons and evidence.
+
+    To act on one: fp8-safeguard decision approve|reject|revert ID.
+    """
+    with asking(server, database_url, token, run) as (asked, name):
+        items = asked.decisions(name, limit=limit, state=state, layer=layer)
+    columns: Columns = {
+        "id": lambda item: item["id"],
         "step": lambda item: item["step"],
         "layer": lambda item: item["layer"],
         "target": lambda item: place(item["target"]),
@@ -139,4 +178,74 @@ def decisions(run: Run = None, server: Server = None, token: Token = None, as_js
         "state": lambda item: item["state"],
         "effective": lambda item: item.get("effective_step"),
     }
-    show("decisions", answer, as_json, columns)
+    answer(f"{name}: decisions", items, columns, as_json)
+
+
+def answer(title: str, items: list[Item], columns: Columns, as_json: bool) -> None:
+    """The items as the list that the server answers with, all pages in one, or as a table."""
+    if as_json:
+        print_json({"items": items, "next_page_token": None})
+    elif items:
+        show(title, items, columns)
+    else:
+        what = title.split(", ")[0]
+        run, _, name = what.rpartition(": ")
+        typer.echo(f"{run}: no {name}." if run else f"No {name}.")
+
+
+def status_lines(detail: Item, plan: Item) -> Iterator[tuple[str, str]]:
+    """What `status` says, question by question; what is nothing to speak of is left out."""
+    verdict = detail["verdict"]
+    yield "why", verdict["why"]
+    yield "next", verdict["next"]
+    loss = cell(detail["loss"]) or "not sent"
+    yield "step", f"{detail['last_step']} (attempt {detail['attempt']}), loss {loss}, mode {detail['mode']}"
+    yield "plan", plan_line(plan, detail.get("fallback_budget_used_ratio"))
+    yield "alerts", ", ".join(f"{count} {state}" for state, count in detail.get("alerts", {}).items())
+    yield "reported", age(detail["last_report"])
+    if detail.get("dropped"):
+        yield "dropped", f"{detail['dropped']} samples that the client could not keep"
+
+
+def plan_line(plan: Item, budget_used: float | None) -> str:
+    """The plan in one line."""
+    entries = plan["entries"]
+    if not entries:
+        return f"version {plan['version']}, no deviation from the configured precision"
+    fallen = {entry["layer"] for entry in entries if entry["action"] == "bf16_fallback"}
+    parts = [f"{len(fallen)} layers in BF16"] if fallen else []
+    others = sum(entry["action"] != "bf16_fallback" for entry in entries)
+    parts += [f"{others} other changes"] if others else []
+    used = f", {budget_used:.0%} of the fallback budget" if budget_used else ""
+    return f"version {plan['version']}, {' and '.join(parts)}{used}"
+
+
+def alert_note(item: Item) -> str:
+    """What people did about an alert, and how often it came."""
+    words = []
+    if item.get("acknowledged"):
+        words.append(f"known to {item.get('acknowledged_by')}")
+    if item.get("silenced"):
+        words.append("silenced")
+    if item.get("resolved_by"):
+        words.append(f"resolved by {item['resolved_by']}")
+    if (item.get("occurrences") or 1) > 1:
+        words.append(f"{item['occurrences']} times")
+    return ", ".join(words)
+
+
+def age(moment: str | None) -> str:
+    """How long ago an RFC 3339 time was, in its largest unit."""
+    if moment is None:
+        return "never"
+    seconds = max(0.0, (datetime.now(UTC) - datetime.fromisoformat(moment)).total_seconds())
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit} ago"
+    return f"{seconds:.0f} s ago"
+
+
+def place(slot: Item) -> str:
+    """A slot, a target or a worst reading in two words: `dgrad`, `x row`, `layer`."""
+    words = [slot.get("gemm") or "", slot.get("operand") or "", slot.get("layout") or ""]
+    return " ".join(word for word in words if word) or "layer"

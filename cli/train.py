@@ -4,7 +4,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fp8_safeguard.trainer import ConfigError, TrainConfig, Trainer, progress
+from fp8_safeguard.trainer import (
+    ConfigError,
+    Interruption,
+    TrainConfig,
+    Trainer,
+    progress,
+    run_interruptible,
+)
 
 
 def run_training(
@@ -15,14 +22,18 @@ def run_training(
     resume: Path | None,
     save: Path | None,
     changes: Mapping[str, Any],
-) -> None:
-    """Train until `steps` are complete, with progress on standard error. Raises TrainerError."""
+) -> Interruption | None:
+    """Train until `steps` are complete, with progress on standard error; what ended it earlier, if a signal did.
+
+    Raises TrainerError.
+    """
     with start_trainer(preset=preset, config=config, resume=resume, changes=changes) as trainer:
         log_every = trainer.config.log_every
         with progress(steps, start_step=trainer.step, log_every=log_every) as show:
-            trainer.run(steps, on_step=show)
-        if save is not None:
+            interruption = run_interruptible(trainer, steps, show, save=save)
+        if save is not None and interruption is None:
             trainer.save(save)
+    return interruption
 
 
 def start_trainer(

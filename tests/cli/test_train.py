@@ -1,0 +1,25 @@
+"""Training from the command line: what a signal leaves, and what is said about it."""
+
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+COMMAND = [sys.executable, "-m", "fp8_safeguard.cli.main", "train"]
+
+
+def test_sigterm_leaves_a_checkpoint_and_says_how_to_resume(tmp_path: Path) -> None:
+    start = [*COMMAND, "--preset", "tiny", "--steps", "100000", "--save", str(tmp_path / "stopped.pt")]
+    with subprocess.Popen(start, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as training:
+        assert training.stderr is not None
+        said = ""
+        while "step" not in said:
+            said += training.stderr.readline()
+            assert training.poll() is None, said
+        training.send_signal(signal.SIGTERM)
+        said += training.communicate(timeout=120)[1]
+    assert training.returncode == 128 + signal.SIGTERM
+    assert re.search(r"Stopped by SIGTERM after \d+ of 100000 steps", said)
+    assert f"Resume with: fp8-safeguard train --resume {tmp_path}/stopped.pt --steps 100000" in said
+    assert (tmp_path / "stopped.pt").exists()
