@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fp8_safeguard.kernels.codes import BLOCK, CodeFormat
-from fp8_safeguard.kernels.dispatch import compiled_module
+from fp8_safeguard.kernels.lazy import compiled_module
 from fp8_safeguard.kernels.reference import SQNR_RATIO_EDGES
 from fp8_safeguard.monitor.stats import VECTOR_LENGTH
 

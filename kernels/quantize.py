@@ -8,13 +8,13 @@ from typing import Literal, overload
 
 from torch import Tensor
 
-from fp8_safeguard.kernels import compiled, reference
+from fp8_safeguard.kernels import native
 from fp8_safeguard.kernels.codes import BLOCK
-from fp8_safeguard.kernels.dispatch import is_compiled
+from fp8_safeguard.kernels.dispatch import implementation
 from fp8_safeguard.kernels.errors import OffsetsError
 from fp8_safeguard.kernels.operands import as_rows, check_options, check_source, offsets_list
 from fp8_safeguard.kernels.quantized import QuantizedTensor
-from fp8_safeguard.kernels.stats import tensor_stats
+from fp8_safeguard.kernels.stats import measured_bounds, merge_stats, tensor_stats
 
 
 @overload
@@ -49,19 +49,25 @@ def quantize(
     check_source(x, offsets)
     source = x.detach()
     kept = None if layout == "row" else offsets
-    x_RC, bounds = as_rows(source)
-    if kept is not None:
-        bounds = _covering(kept, x.shape[0])
-    implementation = compiled if is_compiled(x) else reference
-    codes, scales = implementation.quantize_rows(x_RC, bounds, layout, code_format, scale, multiplier)
+    x_RC, matrices = as_rows(source)
+    bounds = matrices if kept is None else _covering(kept, x.shape[0])
+    module = implementation(x)
+    options = (layout, code_format, scale, multiplier)
+    parts = measured_bounds(x_RC, matrices, layout, offsets) if stats else None
+    vectors_S: Tensor | None = None
+    # One read gives codes and statistics where they are cut into the same blocks.
+    if module is native and parts is not None and parts[-1] == x_RC.shape[0]:
+        codes, scales, vectors_S = native.measured_rows(x_RC, parts, *options)
+    else:
+        codes, scales = module.quantize_rows(x_RC, bounds, *options)
     scales = scales if kept is not None else _scale_shape(scales, x, layout)
     result = QuantizedTensor(codes.reshape(x.shape), scales, layout, fmt, kept)
     if not stats:
         return result
-    measured = tensor_stats(
-        source, layout=layout, fmt=fmt, scale=scale, multiplier=multiplier, offsets=offsets
-    )
-    return result, measured
+    if vectors_S is None:
+        named = {"layout": layout, "fmt": fmt, "scale": scale}
+        return result, tensor_stats(source, **named, multiplier=multiplier, offsets=offsets)
+    return result, vectors_S if offsets is not None else merge_stats(vectors_S)
 
 
 def _covering(offsets: Tensor, rows: int) -> list[int]:

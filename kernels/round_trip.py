@@ -6,9 +6,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fp8_safeguard.kernels import compiled, reference
 from fp8_safeguard.kernels.codes import get_format
-from fp8_safeguard.kernels.dispatch import is_compiled
+from fp8_safeguard.kernels.dispatch import implementation
 from fp8_safeguard.kernels.operands import as_rows
 from fp8_safeguard.kernels.precision import OperandFormat
 
@@ -24,8 +23,7 @@ def round_trip(x: Tensor, layout: str, operand: OperandFormat, bounds: list[int]
         matrices = [0, x_RC.shape[0]]
     elif bounds is not None:
         matrices = bounds
-    implementation = compiled if is_compiled(x) else reference
-    out_RC: Tensor = implementation.round_trip_rows(
+    out_RC: Tensor = implementation(x).round_trip_rows(
         x_RC, matrices, layout, get_format(operand.fmt), operand.scale, operand.multiplier
     )
     return out_RC.reshape(x.shape)

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fp8_safeguard.kernels import compiled, reference
-from fp8_safeguard.kernels.dispatch import is_compiled
+from fp8_safeguard.kernels.dispatch import implementation
 from fp8_safeguard.kernels.operands import as_rows, check_options, check_source, offsets_list
 from fp8_safeguard.monitor.stats import COLUMNS, VECTOR_LENGTH
 
@@ -32,13 +31,18 @@ def tensor_stats(
     """
     code_format = check_options(layout, fmt, scale, multiplier)
     check_source(x, offsets)
-    x_RC, bounds = as_rows(x.detach())
-    bounds = bounds if offsets is None else offsets_list(offsets, x.shape[0])
-    # Rows are blocks of their own in `row`, so matrices need not be told apart.
-    bounds = [0, x_RC.shape[0]] if offsets is None and layout == "row" else bounds
-    implementation = compiled if is_compiled(x) else reference
-    vectors_S = implementation.stats_of_rows(x_RC, bounds, layout, code_format, scale, multiplier)
+    x_RC, matrices = as_rows(x.detach())
+    bounds = measured_bounds(x_RC, matrices, layout, offsets)
+    vectors_S: Tensor = implementation(x).stats_of_rows(x_RC, bounds, layout, code_format, scale, multiplier)
     return vectors_S if offsets is not None else merge_stats(vectors_S)
+
+
+def measured_bounds(x_RC: Tensor, matrices: list[int], layout: str, offsets: Tensor | None) -> list[int]:
+    """First rows of the parts that get a vector each, and where the last one ends."""
+    if offsets is not None:
+        return offsets_list(offsets, x_RC.shape[0])
+    # Rows are blocks of their own in `row`, so matrices need not be told apart.
+    return [0, x_RC.shape[0]] if layout == "row" else matrices
 
 
 def merge_stats(vectors_S: Tensor) -> Tensor:

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from fp8_safeguard.kernels.codes import BLOCK, get_format
 from fp8_safeguard.kernels.compiled import bit_pattern, grid_of
-from fp8_safeguard.kernels.dispatch import compiled_module, is_compiled, logger
+from fp8_safeguard.kernels.dispatch import is_compiled, logger
+from fp8_safeguard.kernels.lazy import compiled_module
 from fp8_safeguard.kernels.precision import OperandFormat
 
 

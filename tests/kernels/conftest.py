@@ -9,7 +9,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from fp8_safeguard.kernels import compiled, reference
+from fp8_safeguard.kernels import compiled, native, reference
 
 BLOCK_SHAPES = {"row": (1, 128), "col": (128, 1), "tile": (128, 128)}
 MAXIMUM = {"e4m3": 448.0, "e5m2": 57344.0}
@@ -25,10 +25,20 @@ def single_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(params=["compiled", "reference"])
-def implementation(request: pytest.FixtureRequest) -> Any:
-    """Each implementation of the rows-and-segments calls."""
-    return compiled if request.param == "compiled" else reference
+LEVELS = {f"native {name}": level for level, name in enumerate(native.INSTRUCTION_SETS)}
+
+
+@pytest.fixture(params=["compiled", "reference", *LEVELS])
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Each implementation of the rows-and-segments calls, the native one with each instruction set."""
+    if request.param not in LEVELS:
+        return compiled if request.param == "compiled" else reference
+    if native.library() is None:
+        pytest.fail("the native kernels were not built: install a C++ compiler and run `make setup`")
+    if LEVELS[request.param] > native.level():
+        pytest.skip(f"this processor has no {request.param.split()[1]}")
+    monkeypatch.setattr(native, "level", lambda: LEVELS[request.param])
+    return native
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import pytest
 import torch
 
 import fp8_safeguard.kernels
@@ -16,6 +17,11 @@ class Blocker:
             raise ImportError("blocked for the test")
 sys.meta_path.insert(0, Blocker())
 """
+BLOCK_NATIVE = """
+import importlib.util
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name, package=None: None if name.endswith("._native") else found(name, package)
+"""
 
 
 def run(code: str) -> str:
@@ -27,8 +33,8 @@ def run(code: str) -> str:
     return done.stdout + done.stderr
 
 
-def test_numba_runs_the_kernels_here() -> None:
-    assert backend() == "numba"
+def test_the_native_kernels_run_here() -> None:
+    assert backend() == "native"
 
 
 def test_import_loads_neither_numba_nor_triton() -> None:
@@ -36,29 +42,53 @@ def test_import_loads_neither_numba_nor_triton() -> None:
     assert said.split()[0] == "False"
 
 
-def test_without_numba_the_reference_takes_over_and_says_so_once() -> None:
-    said = run(
-        BLOCK_NUMBA
-        + """
+SMALL_CHECK = """
 import logging
 logging.basicConfig(level=logging.INFO)
 import torch
 from fp8_safeguard.kernels import backend, fp8_linear, gemm_backend, quantize, tensor_stats
 x = torch.ones(4, 8)
-assert (backend(), gemm_backend()) == ("reference", "float32")
 assert torch.equal(quantize(x).dequantize(), x)
 assert tensor_stats(x, layout="col")[0] == 32
-assert torch.equal(fp8_linear(x, torch.ones(3, 8)), torch.full((4, 3), 8.0))
+assert torch.allclose(fp8_linear(x, torch.ones(3, 8)), torch.full((4, 3), 8.0))
+print(backend(), gemm_backend())
 """
-    )
+
+
+def test_without_numba_the_native_kernels_still_quantise() -> None:
+    assert "native float32" in run(BLOCK_NUMBA + SMALL_CHECK)
+
+
+def test_without_either_the_reference_takes_over_and_says_so_once() -> None:
+    said = run(BLOCK_NUMBA + BLOCK_NATIVE + SMALL_CHECK)
+    assert "reference float32" in said
     assert said.count("backend 'reference'") == 1
     assert "fp8_safeguard" in said
     assert "fp8-safeguard[train]" in said
 
 
+@pytest.mark.parametrize("name", ["numba", "reference"])
+def test_the_environment_chooses(name: str) -> None:
+    assert f"{name} " in run(f"import os; os.environ['FP8_SAFEGUARD_KERNELS'] = {name!r}" + SMALL_CHECK)
+
+
+def test_an_unknown_choice_is_refused_with_what_there_is() -> None:
+    said = run(
+        "import os; os.environ['FP8_SAFEGUARD_KERNELS'] = 'cuda'\n"
+        "from fp8_safeguard.kernels import UnknownOptionError, backend\n"
+        "try: backend()\nexcept UnknownOptionError as error: print(error)"
+    )
+    assert "FP8_SAFEGUARD_KERNELS" in said
+    assert "'cuda'" in said
+    assert "reference" in said
+
+
 def test_a_process_told_to_compile_for_another_processor_uses_no_tiles() -> None:
     code = "from fp8_safeguard.kernels import backend, gemm_backend; print(backend(), gemm_backend())"
-    assert run("import os; os.environ['NUMBA_CPU_NAME'] = 'generic'; " + code).split() == ["numba", "float32"]
+    assert run("import os; os.environ['NUMBA_CPU_NAME'] = 'generic'; " + code).split() == [
+        "native",
+        "float32",
+    ]
 
 
 def test_warm_up_compiles_and_disturbs_nothing() -> None:

@@ -61,6 +61,14 @@ def test_wheel_carries_the_page_and_the_types(wheel: Path) -> None:
     assert "fp8_safeguard/migrations/script.py.mako" in names
 
 
+def test_wheel_carries_the_native_kernels_built_and_not_their_sources(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    assert [
+        name for name in names if name.startswith("fp8_safeguard/kernels/_native") and name.endswith(".so")
+    ]
+    assert not [name for name in names if name.endswith((".cpp", ".h", ".inc"))]
+
+
 def test_installed_wheel_imports_away_from_the_checkout(wheel: Path, tmp_path: Path) -> None:
     site = tmp_path / "site"
     subprocess.run(

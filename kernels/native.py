@@ -1,0 +1,186 @@
+"""Calls into the native kernels, a shared library built with the package."""
+
+# Shapes: R rows, C columns, S segments of rows that no block crosses.
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+from collections.abc import Sequence
+from functools import cache
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fp8_safeguard.kernels.codes import BLOCK, CodeFormat
+from fp8_safeguard.kernels.compiled import grid_of
+from fp8_safeguard.kernels.reference import SQNR_RATIO_EDGES
+from fp8_safeguard.monitor.stats import VECTOR_LENGTH
+
+INSTRUCTION_SETS = ("SSE2", "AVX2", "AVX-512")
+"""By the level that the library reports; `plain` C++ is what SSE2 stands for elsewhere."""
+
+WIDE_SUMS_ELEMENTS = 2**20
+"""Up to this many elements all sums are float64 throughout. In larger tensors those of one block are float32, off by
+about 2e-8: a hundred thousandth of what cosine and SQNR are read for."""
+
+_BLOCK_ROWS = {"row": 1, "tile": BLOCK, "col": 0}
+_NOTHING, _CODES, _VALUES = range(3)
+
+
+class _Job(ctypes.Structure):
+    """`struct Job` of cpp/job.h."""
+
+    _fields_ = (
+        ("x", ctypes.c_void_p),
+        ("is_bfloat16", ctypes.c_int64),
+        ("columns", ctypes.c_int64),
+        ("stride", ctypes.c_int64),
+        ("bounds", ctypes.c_void_p),
+        ("segments", ctypes.c_int64),
+        ("grid", ctypes.c_double * 6),
+        ("edges", ctypes.c_void_p),
+        ("wide_sums", ctypes.c_int64),
+        ("output", ctypes.c_int64),
+        ("block_rows", ctypes.c_int64),
+        ("with_columns", ctypes.c_int64),
+        ("block_scales", ctypes.c_void_p),
+        ("block_output", ctypes.c_void_p),
+        ("block_stats", ctypes.c_void_p),
+        ("col_scales", ctypes.c_void_p),
+        ("col_output", ctypes.c_void_p),
+        ("col_stats", ctypes.c_void_p),
+    )
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The shared library; None where it was not built."""
+    found = importlib.util.find_spec("fp8_safeguard.kernels._native")
+    if found is None or found.origin is None:
+        return None
+    try:
+        loaded = ctypes.CDLL(found.origin)
+    except OSError:
+        return None
+    loaded.fp8_native_quantize.argtypes = (ctypes.POINTER(_Job), ctypes.c_int)
+    loaded.fp8_native_quantize.restype = None
+    return loaded
+
+
+@cache
+def level() -> int:
+    """Best instruction set of this processor, an index of INSTRUCTION_SETS."""
+    loaded = library()
+    return 0 if loaded is None else int(loaded.fp8_native_level())
+
+
+def quantize_rows(
+    x_RC: Tensor, bounds: Sequence[int], layout: str, code_format: CodeFormat, scale: str, multiplier: float
+) -> tuple[Tensor, Tensor]:
+    """Codes [R,C] and float32 scales of all row blocks, those of each segment after the one before."""
+    call = _Call(x_RC, bounds, code_format, scale, multiplier, _CODES)
+    codes, scales = call.want_output(layout, torch.uint8), call.want_scales(layout)
+    call.run()
+    return codes.view(code_format.dtype), scales
+
+
+def measured_rows(
+    x_RC: Tensor, bounds: Sequence[int], layout: str, code_format: CodeFormat, scale: str, multiplier: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same and the TensorStats vectors of the segments, float64 [S,29], from one read of x."""
+    call = _Call(x_RC, bounds, code_format, scale, multiplier, _CODES)
+    codes, scales = call.want_output(layout, torch.uint8), call.want_scales(layout)
+    stats_S = call.want_stats(layout)
+    call.run()
+    return codes.view(code_format.dtype), scales, stats_S
+
+
+def round_trip_rows(
+    x_RC: Tensor, bounds: Sequence[int], layout: str, code_format: CodeFormat, scale: str, multiplier: float
+) -> Tensor:
+    """Codes times scales, float32 [R,C]; rows outside the segments are unspecified."""
+    call = _Call(x_RC, bounds, code_format, scale, multiplier, _VALUES)
+    values_RC = call.want_output(layout, torch.float32)
+    call.run()
+    return values_RC
+
+
+def stats_of_rows(
+    x_RC: Tensor, bounds: Sequence[int], layout: str, code_format: CodeFormat, scale: str, multiplier: float
+) -> Tensor:
+    """TensorStats vectors of the segments, float64 [S,29]."""
+    call = _Call(x_RC, bounds, code_format, scale, multiplier, _NOTHING)
+    stats_S = call.want_stats(layout)
+    call.run()
+    return stats_S
+
+
+class _Call:
+    """One job and the tensors it points to, which have to outlive it."""
+
+    def __init__(
+        self,
+        x_RC: Tensor,
+        bounds: Sequence[int],
+        code_format: CodeFormat,
+        scale: str,
+        multiplier: float,
+        output: int,
+    ) -> None:
+        self._x_RC = x_RC if x_RC.dtype == torch.bfloat16 else x_RC.float()
+        if x_RC.shape[1] > 1 and self._x_RC.stride(1) != 1:
+            self._x_RC = self._x_RC.contiguous()
+        self._bounds = np.array(bounds, np.int64)
+        self._kept: list[Tensor] = []
+        self._job = _Job(
+            x=self._x_RC.data_ptr(),
+            is_bfloat16=self._x_RC.dtype == torch.bfloat16,
+            columns=x_RC.shape[1],
+            stride=self._x_RC.stride(0),
+            bounds=self._bounds.ctypes.data,
+            segments=len(bounds) - 1,
+            grid=(ctypes.c_double * 6)(*grid_of(code_format, scale, multiplier)),
+            edges=_EDGES.ctypes.data,
+            wide_sums=x_RC.numel() <= WIDE_SUMS_ELEMENTS,
+            output=output,
+        )
+
+    def want_output(self, layout: str, dtype: torch.dtype) -> Tensor:
+        """Room for codes or values in this layout."""
+        return self._room(layout, "output", torch.empty(self._x_RC.shape, dtype=dtype))
+
+    def want_scales(self, layout: str) -> Tensor:
+        """Room for the scales of this layout."""
+        rows, columns = self._x_RC.shape
+        if layout != "row":
+            rows = sum(-(-int(end - start) // BLOCK) for start, end in pairwise(self._bounds))
+        return self._room(
+            layout, "scales", torch.empty((rows, columns if layout == "col" else -(-columns // BLOCK)))
+        )
+
+    def want_stats(self, layout: str) -> Tensor:
+        """Room for the statistics of this layout."""
+        room = torch.zeros((len(self._bounds) - 1, VECTOR_LENGTH), dtype=torch.float64)
+        return self._room(layout, "stats", room)
+
+    def run(self) -> None:
+        """Fill the rooms. Releases the interpreter lock."""
+        loaded = library()
+        assert loaded is not None, "the native kernels were not built"
+        loaded.fp8_native_quantize(ctypes.byref(self._job), level())
+
+    def _room(self, layout: str, what: str, tensor: Tensor) -> Tensor:
+        self._kept.append(tensor)
+        if layout == "col":
+            self._job.with_columns = 1
+            setattr(self._job, f"col_{what}", tensor.data_ptr())
+        else:
+            self._job.block_rows = _BLOCK_ROWS[layout]
+            setattr(self._job, f"block_{what}", tensor.data_ptr())
+        return tensor
+
+
+_EDGES = np.array(SQNR_RATIO_EDGES)
