@@ -122,7 +122,7 @@ class Guard:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.detach()
+        self.detach(finished=kind is None)
 
     @property
     def run(self) -> str:
@@ -138,6 +138,11 @@ class Guard:
     def sampling(self) -> bool:
         """Whether the step in progress, or the next one between two steps, is due to be sampled."""
         return self._session.due()
+
+    @property
+    def delivered(self) -> int:
+        """Samples of this attempt that the server has taken so far."""
+        return self._session.client.delivered
 
     @property
     def spent_seconds(self) -> float:
@@ -204,16 +209,17 @@ class Guard:
         """Wait until every sample has arrived and its reply is handled; False if `timeout` seconds were too few."""
         return self._session.flush(timeout)
 
-    def detach(self, timeout: float = EXIT_SECONDS) -> None:
+    def detach(self, timeout: float = EXIT_SECONDS, *, finished: bool = True) -> None:
         """Flush, then remove every trace from the model, the optimizer and the process. Twice is once.
 
-        The server is told that the run has ended, unless an exception is on its way or SIGTERM has come.
+        The server is told that the run has ended, unless it is not `finished`, an exception is on its way, or SIGTERM
+        has come.
         """
         session, self._handles, handles = self._session, [], self._handles
         if not session.active:
             return
         stopped = self._farewell is not None and self._farewell.signalled
-        session.finish(timeout, clean=sys.exc_info()[0] is None and not stopped)
+        session.finish(timeout, clean=finished and sys.exc_info()[0] is None and not stopped)
         for handle in handles:
             handle.remove()
         self._clock.remove()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from fp8_safeguard.hooks.memory import MEMORY_SAMPLES, MemoryQueue, Store
 from fp8_safeguard.hooks.once import OnceLog, logger
 from fp8_safeguard.hooks.ownership import OwnedError
 from fp8_safeguard.hooks.settings import Options
@@ -21,82 +22,15 @@ from fp8_safeguard.hooks.spool import (
 )
 from fp8_safeguard.monitor.wire import Sample, sample_to_wire
 
-MEMORY_SAMPLES = 256
-"""Samples that wait in memory where no disk takes them; beyond it the oldest are dropped and counted."""
-
-
-class MemoryQueue:
-    """The same as a spool, without a disk under it: what it holds dies with the process."""
-
-    def __init__(self) -> None:
-        self._entries: deque[Entry] = deque()
-        self._slots: dict[str, bytes] = {}
-        self._next_key = 1
-        self._taken = 0
-        self.bytes = 0
-
-    @property
-    def count(self) -> int:
-        """Samples in it."""
-        return len(self._entries)
-
-    def put(self, step: int, slots_id: str, slots: Callable[[], bytes], body: bytes) -> None:
-        """Add a sample; `slots` packs its slot list where it is not here yet."""
-        if slots_id not in self._slots:
-            self._slots[slots_id] = slots()
-        self._entries.append(Entry(self._next_key, step, slots_id, body))
-        self._next_key += 1
-        self.bytes += len(body)
-
-    def take(self, most: int, most_bytes: int) -> list[Entry]:
-        """The oldest samples, at least one of them if there is any; they stay until `remove`."""
-        found: list[Entry] = []
-        for entry in self._entries:
-            most_bytes -= len(entry.body)
-            if len(found) >= most or (found and most_bytes < 0):
-                break
-            found.append(entry)
-        self._taken = found[-1].key if found else 0
-        return found
-
-    def slots(self, slots_id: str) -> bytes:
-        """The packed slot list."""
-        return self._slots[slots_id]
-
-    def put_back(self) -> None:
-        """Nothing is on its way any more."""
-        self._taken = 0
-
-    def remove(self, entries: Sequence[Entry]) -> None:
-        """They have arrived."""
-        gone = {entry.key for entry in entries}
-        self._entries = deque(entry for entry in self._entries if entry.key not in gone)
-        self.bytes = sum(len(entry.body) for entry in self._entries)
-        if not self._entries:
-            self._slots.clear()
-
-    def refuse(self, entry: Entry, reason: str) -> None:
-        """The server will never take it; there is nowhere to keep it."""
-        self.remove([entry])
-
-    def drop_oldest(self) -> bool:
-        """Make room: give up the oldest sample that is not on its way. False where there is none."""
-        for entry in self._entries:
-            if entry.key > self._taken:
-                self._entries.remove(entry)
-                self.bytes -= len(entry.body)
-                return True
-        return False
-
-
-Store = Spool | MemoryQueue
+DISK_RETRY_SECONDS = 5.0
+"""After this long a disk that has failed is tried again."""
 
 
 class Backlog:
     """Leftovers of dead attempts of the run first, then this attempt's file, then what no disk would take.
 
     Used from one thread. Nothing that a disk does is raised to the caller: it is one log line, and samples wait in
-    memory from then on, for as long as the disk goes on failing.
+    memory from then on, for as long as the disk goes on failing; every few seconds it is tried again.
     """
 
     def __init__(
@@ -109,6 +43,8 @@ class Backlog:
         self._leftovers: list[Spool] = []
         self._own: Spool | None = None
         self._memory = MemoryQueue()
+        self._disk_due: float | None = None
+        """When the disk is tried again; None while it works."""
 
     def open(self) -> None:
         """Open the attempt's file and look for those that dead owners have left, where a folder is given."""
@@ -116,13 +52,18 @@ class Backlog:
         if folder is None:
             return
         try:
-            self._own, damaged = open_own(folder, self._owner)
-            if damaged is not None:
-                self._say_damaged(self._own.path, damaged)
+            self._open_own(folder)
         except DISK_ERRORS as error:
             self._say_no_disk(folder, error)
         if self._options.server is not None:
             self._open_leftovers(folder)
+
+    def _open_own(self, folder: Path) -> Spool:
+        """Raises DISK_ERRORS."""
+        self._own, damaged = open_own(folder, self._owner)
+        if damaged is not None:
+            self._say_damaged(self._own.path, damaged)
+        return self._own
 
     def _open_leftovers(self, folder: Path) -> None:
         for path in find_leftovers(folder, self._owner):
@@ -167,18 +108,21 @@ class Backlog:
     @property
     def in_memory(self) -> int:
         """Those that die with the process."""
-        return self._memory.count
+        deleted = (spool.count for spool in self._spools() if spool.count and spool.is_gone)
+        return self._memory.count + sum(deleted)
 
     @property
     def place(self) -> str:
         """Where samples wait, in words."""
-        if self._own is not None and not self._memory.count:
+        if self._own is not None and self._disk_due is None:
             return f"in {self._own.path}"
         return f"in memory, at most {MEMORY_SAMPLES}"
 
+    def _spools(self) -> list[Spool]:
+        return [*self._leftovers, *([] if self._own is None else [self._own])]
+
     def _stores(self) -> list[Store]:
-        own = [] if self._own is None else [self._own]
-        return [*self._leftovers, *own, self._memory]
+        return [*self._spools(), self._memory]
 
     def put(self, sample: Sample) -> None:
         """Keep a sample until it has arrived."""
@@ -192,18 +136,52 @@ class Backlog:
 
         arguments = (sample.step, sample.slots_id, slots, body)
         self._make_room(len(body))
-        if self._own is not None and not self._memory.count:
+        own = self._usable_disk()
+        if own is not None:
             try:
-                self._own.put(*arguments)
+                own.put(*arguments)
                 return
             except DISK_ERRORS as error:
-                self._fail(self._own, error)
+                self._fail(own, error)
         if self._options.server is None:
             self._count_dropped(None, 1)  # `_say_no_disk` has said it
             return
         if self._memory.count >= MEMORY_SAMPLES and self._memory.drop_oldest():
             self._count_dropped(f"{self._options.address} does not answer, and they wait in memory only", 1)
         self._memory.put(*arguments)
+
+    def _usable_disk(self) -> Spool | None:
+        """The attempt's file, with everything in it that waited in memory; None while the disk fails."""
+        folder = self._options.spool_dir
+        if folder is None or (self._disk_due is not None and time.monotonic() < self._disk_due):
+            return None
+        try:
+            if self._own is not None and self._own.is_gone:
+                self._leave_deleted(self._own)
+            own = self._own or self._open_own(folder)
+            self._memory.move_to(own)
+        except DISK_ERRORS as error:
+            if self._own is None:
+                self._say_no_disk(folder, error)
+            else:
+                self._fail(self._own, error)
+            return None
+        if self._memory.count:  # on its way to the server: what follows waits behind it
+            return None
+        self._disk_due = None
+        return own
+
+    def _leave_deleted(self, own: Spool) -> None:
+        """Somebody has deleted the file: it is sent from for as long as this process lives, and a new one is made."""
+        self._own = None
+        self._once.warning(
+            f"deleted {own.path}", "%s was deleted: what waited in it is lost if this process ends before it is sent",
+            own.path,
+        )  # fmt: skip
+        if own.count:
+            self._leftovers.append(own)
+        else:
+            own.close()
 
     def _make_room(self, size: int) -> None:
         """Drop the oldest samples until one of that many bytes fits."""
@@ -220,11 +198,16 @@ class Backlog:
             else:
                 stores.pop(0)
 
-    def take(self, most: int, most_bytes: int) -> tuple[Store | None, list[Entry]]:
-        """The oldest samples, all of one store; they stay until they are removed or refused."""
-        for store in self._stores():
+    def take(
+        self, most: int, most_bytes: int, behind: tuple[Store, int] | None = None
+    ) -> tuple[Store | None, list[Entry]]:
+        """The oldest samples, those up to a key of one store left out; all of one store, where they stay."""
+        stores = self._stores()
+        passed = 0 if behind is None or behind[0] not in stores else stores.index(behind[0])
+        for store in stores[passed:]:
+            after = behind[1] if behind is not None and store is behind[0] else 0
             try:
-                found = store.take(most, most_bytes) if store.count else []
+                found = store.take(most, most_bytes, after) if store.count else []
             except DISK_ERRORS as error:
                 self._fail(store, error)
                 continue
@@ -234,7 +217,7 @@ class Backlog:
 
     def is_own(self, store: Store) -> bool:
         """Whether a reply to its samples is one to this attempt."""
-        return store is self._own or store is self._memory
+        return not isinstance(store, Spool) or store.owner == self._owner
 
     def remove(self, store: Store, entries: Sequence[Entry]) -> None:
         """They have arrived."""
@@ -283,6 +266,7 @@ class Backlog:
             self._say_no_disk(store.path, cause)
 
     def _say_no_disk(self, place: Path, error: Exception) -> None:
+        self._disk_due = time.monotonic() + DISK_RETRY_SECONDS
         then = f"they wait in memory, at most {MEMORY_SAMPLES}, and what a crash or a longer outage leaves there is lost"
         if self._options.server is None:
             then = "without a server they are lost"
@@ -305,13 +289,13 @@ class Backlog:
 
     def close(self) -> None:
         """Let the files go; those with samples in them stay for the next start of the run."""
-        for spool in (*self._leftovers, *([] if self._own is None else [self._own])):
+        for spool in self._spools():
             spool.close()
         self._leftovers, self._own = [], None
 
     def forget_in_child(self) -> None:
         """In a forked child: leave the parent's files alone."""
-        for spool in (*self._leftovers, *([] if self._own is None else [self._own])):
+        for spool in self._spools():
             spool.forget_in_child()
 
 

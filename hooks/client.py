@@ -11,13 +11,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fp8_safeguard.hooks import forking
-from fp8_safeguard.hooks.backlog import Backlog, Store, full_body
+from fp8_safeguard.hooks.backlog import Backlog, full_body
 from fp8_safeguard.hooks.courier import Courier
-from fp8_safeguard.hooks.once import OnceLog, logger
+from fp8_safeguard.hooks.memory import Store
+from fp8_safeguard.hooks.once import OnceLog
 from fp8_safeguard.hooks.outage import Outage, Pause
 from fp8_safeguard.hooks.sample import SampleBuilder, StepRecord, log_sample
 from fp8_safeguard.hooks.settings import Options
 from fp8_safeguard.hooks.spool import DISK_ERRORS, Entry
+from fp8_safeguard.hooks.suspect import Suspect
 from fp8_safeguard.hooks.transport import Answer, Answers, Transport
 from fp8_safeguard.monitor.wire import MAX_BATCH
 
@@ -68,9 +70,11 @@ class Client:
         self._kept = self._lost = 0
         self._pause = Pause()
         self._batch = MAX_BATCH
+        self._suspect = Suspect()
         self._under_way: tuple[Store, list[Entry], list[bool], float] | None = None
         self._accepted: set[str] = set()
-        self._delivered_own = 0
+        self.delivered = 0
+        """Samples of this attempt that the server has taken."""
         forking.watch(self)
         if options.server is not None and self._backlog.has_files():
             with contextlib.suppress(RuntimeError):  # no thread to be had now: the first sample tries again
@@ -142,7 +146,7 @@ class Client:
                 self._lost += len(self._inbox)
             kept, lost = self._kept, self._lost
             self._kept = self._lost = 0
-        self._say_unsent(kept, lost, f"within {timeout:g} s")
+        self._say_unsent(kept, lost, f"within {round(timeout, 1):g} s")
         return kept + lost
 
     def abandon(self) -> None:
@@ -248,7 +252,7 @@ class Client:
         """Hand the oldest samples to the courier."""
         if self._options.server is None or not self._backlog.count:
             return
-        store, entries = self._backlog.take(self._batch, BATCH_BYTES)
+        store, entries = self._next()
         if store is None:
             self._back_off(None)  # the disk does not give them back now
             return
@@ -263,7 +267,17 @@ class Client:
             self._backlog.refuse(store, entries[0], f"unreadable: {type(error).__name__} {error}")
             return
         self._courier.start(lambda transport: transport.post(bodies))
+        store.send(entries)
         self._under_way = (store, entries, by_id, time.monotonic() + REQUEST_SECONDS)
+
+    def _next(self) -> tuple[Store | None, list[Entry]]:
+        """The oldest samples; the one behind them where the server fails on the oldest."""
+        passed_over = self._suspect.passed_over
+        if passed_over is not None:
+            store, entries = self._backlog.take(1, BATCH_BYTES, passed_over)
+            if store is not None:
+                return store, entries
+        return self._backlog.take(1 if self._suspect.alone else self._batch, BATCH_BYTES)
 
     def _together(self, entries: list[Entry]) -> list[Entry]:
         """The first ones that go in one request: a slot list that the server has not accepted goes alone."""
@@ -292,7 +306,8 @@ class Client:
             problem = {"title": f"{type(error).__name__}: {error}"}
             self._back_off(Answer("unreachable", problem))
             return
-        if len(entries) > 1 and answers.whole and answers.each[0].kind in ("refused", "too-large"):
+        kind = answers.each[0].kind
+        if len(entries) > 1 and answers.whole and kind in ("refused", "too-large", "failing"):
             self._batch = max(1, len(entries) // 2)  # one of them, or their sum, is at fault: find out which
             return
         self._batch = MAX_BATCH if len(entries) == 1 else self._batch
@@ -318,7 +333,10 @@ class Client:
         self._backlog.remove(store, arrived)
         for entry, answer in refused:
             self._backlog.refuse(store, entry, answer.reason)
-        self._delivered_own += len(arrived) if own else 0
+        at_fault = self._suspect.judge(store, entries, answers.each)
+        if at_fault is not None:
+            self._backlog.refuse(*at_fault)
+        self.delivered += len(arrived) if own else 0
         unheard = next((answer for answer in answers.each if answer.waits), None)
         if unheard is None:
             self._pause.end()
@@ -357,7 +375,7 @@ class Client:
                 self._change.notify_all()
 
     def _tell_end(self) -> None:
-        if self._end_by is None or not self._delivered_own or self._backlog.count:
+        if self._end_by is None or not self.delivered or self._backlog.count:
             return
         attempt, group = self._options.attempt, self._options.group
         self._courier.start(lambda transport: transport.end(attempt, group))
@@ -365,17 +383,8 @@ class Client:
             self._change.wait_for(lambda: self._courier.done, max(0.0, self._end_by - time.monotonic()))
 
     def _say_unsent(self, kept: int, lost: int, when: str) -> None:
-        """One line on what did not arrive: where it is kept, or that it is lost."""
-        if self._options.server is None:
-            return  # on disk is where samples go then
-        address, run = self._options.address, self._options.run
-        if kept:
-            logger.warning(
-                "%d samples of run %s did not reach %s %s: they are kept in %s, and the next start of this run sends them",
-                kept, run, address, when, self._backlog.folder,
-            )  # fmt: skip
-        if lost:
-            logger.warning("%d samples of run %s did not reach %s %s and are lost", lost, run, address, when)
+        if self._options.server is not None:  # without one, on disk is where samples go
+            self._outage.left_unsent(kept, lost, when, self._backlog.folder)
 
     def _new_courier(self) -> Courier:
         return Courier(self._connect, self._wake)

@@ -7,12 +7,15 @@ import os
 import signal
 import sys
 import threading
+import time
 import weakref
 from types import FrameType
 from typing import Any, Protocol
 
 EXIT_SECONDS = 5.0
-"""Longest that the end of the process waits for the server; what is left stays in the spool, or is counted and logged."""
+"""Longest that the end of the process waits for its servers; what is left stays in the spool, or is counted and logged."""
+_LEAST_SECONDS = 0.5
+"""What each further guard of the process still gets when the first ones have used that up."""
 
 
 class Leaver(Protocol):
@@ -23,6 +26,16 @@ class Leaver(Protocol):
 
     def finish(self, timeout: float, *, clean: bool) -> None:
         """Send what there is and stop; a clean end is told to the server."""
+
+
+_end_by: list[float] = []
+"""Until when the guards of this process wait together, from the first one's turn on."""
+
+
+def _seconds_left() -> float:
+    if not _end_by:
+        _end_by.append(time.monotonic() + EXIT_SECONDS)
+    return min(EXIT_SECONDS, max(_LEAST_SECONDS, _end_by[0] - time.monotonic()))
 
 
 class Farewell:
@@ -62,24 +75,33 @@ class Farewell:
     def _at_exit(self) -> None:
         leaver = self._mine()
         if leaver is not None:
-            # The interpreter notes an exception that nobody caught before it calls what is registered at exit.
+            # The interpreter notes an exception that nobody caught before it calls what is registered at exit. Of
+            # sys.exit() it notes nothing, whatever the code: that counts as a clean end.
             failed = getattr(sys, "last_type", None) is not None
-            leaver.finish(EXIT_SECONDS, clean=not failed and not self.signalled)
+            leaver.finish(_seconds_left(), clean=not failed and not self.signalled)
+
+    @property
+    def _ends_here(self) -> bool:
+        """Whether no handler of the trainer's follows, only those of other guards."""
+        behind = getattr(self._previous, "__self__", None)
+        return behind._ends_here if isinstance(behind, Farewell) else not callable(self._previous)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         again, self._sending = self._sending, True
         self.signalled = True
-        previous, leaver = self._previous, self._mine()
+        previous, leaver, first = self._previous, self._mine(), not _end_by
         try:
             if leaver is not None and not again:
-                if callable(previous):
-                    leaver.flush(EXIT_SECONDS)
+                if self._ends_here:
+                    leaver.finish(_seconds_left(), clean=False)
                 else:
-                    leaver.finish(EXIT_SECONDS, clean=False)
+                    leaver.flush(_seconds_left())
+            if callable(previous):
+                previous(number, frame)
+                return
         finally:
             self._sending = again
-        if callable(previous):
-            previous(number, frame)
-            return
+            if first:
+                _end_by.clear()
         signal.signal(number, signal.SIG_DFL if previous is None else previous)
         os.kill(os.getpid(), number)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from pathlib import Path
 
 from fp8_safeguard.hooks.once import OnceLog, logger
 from fp8_safeguard.hooks.transport import Answer
@@ -18,6 +19,7 @@ _MESSAGES = {
     "busy": "%s does not take samples now (%s)",
     "foreign": "what answers at %s is not the fp8-safeguard service but a proxy or another server (%s)",
     "held": "%s refuses to take samples (%s)",
+    "failing": "%s answers samples with an error (%s)",
 }
 
 
@@ -59,6 +61,18 @@ class Outage:
         for kind in self._told if lasted >= QUIET_SECONDS else ():
             self._once.forget(kind)
         self._told = set()
+
+    def left_unsent(self, kept: int, lost: int, when: str, folder: Path | None) -> None:
+        """What has not arrived at the end: where it is kept, or that it is lost."""
+        if kept:
+            logger.warning(
+                "%d samples of run %s did not reach %s %s: they are kept in %s, and the next start of this run sends them",
+                kept, self._run, self._address, when, folder,
+            )  # fmt: skip
+        if lost:
+            logger.warning(
+                "%d samples of run %s did not reach %s %s and are lost", lost, self._run, self._address, when
+            )
 
 
 class Pause:

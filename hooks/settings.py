@@ -54,7 +54,8 @@ class Options:
     spool_dir: Path | None
     """Folder where samples are kept until the server has them, and for good without a server; None keeps no file."""
     spool_max_bytes: int
-    """Most that the samples on disk take; beyond it the oldest are dropped and counted."""
+    """Most that the samples on disk take, packed; beyond it the oldest are dropped and counted. Around them the file
+    takes more: up to as much again for samples of a few kilobytes, and a log of some megabytes."""
 
     @property
     def address(self) -> str:

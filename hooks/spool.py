@@ -91,8 +91,8 @@ class Spool:
         self._lock = lock
         self._undeleted: set[int] = set()
         """Samples that have arrived, and that the disk did not let go of yet."""
-        self._taken = 0
-        """Last sample handed out: what is on its way is not dropped."""
+        self._sent = 0
+        """Last sample that is on its way."""
         self._connection = sqlite3.connect(path, timeout=_BUSY_SECONDS, isolation_level=None)
         try:
             self._prepare()
@@ -101,6 +101,7 @@ class Spool:
         except BaseException:
             self._connection.close()
             raise
+        self._file = _identity(path)
         self.count, self.bytes = int(count), int(size)
         self._listed: set[str] = {row[0] for row in listed}
 
@@ -151,20 +152,24 @@ class Spool:
         self.count += 1
         self.bytes += len(body)
 
-    def take(self, most: int, most_bytes: int) -> list[Entry]:
-        """The oldest samples, at least one of them if there is any; they stay until `remove`."""
+    def take(self, most: int, most_bytes: int, after: int = 0) -> list[Entry]:
+        """The oldest samples behind that key, at least one of them if there is any; they stay until `remove`."""
         found: list[Entry] = []
         size = 0
-        query = "SELECT key, step, slots_id, body FROM samples ORDER BY key LIMIT ?"
-        with contextlib.closing(self._connection.execute(query, (most + len(self._undeleted),))) as rows:
+        query = "SELECT key, step, slots_id, body FROM samples WHERE key > ? ORDER BY key LIMIT ?"
+        limits = (after, most + len(self._undeleted))
+        with contextlib.closing(self._connection.execute(query, limits)) as rows:
             for row in rows:
                 size += len(row[3])
                 if len(found) >= most or (found and size > most_bytes):
                     break
                 if row[0] not in self._undeleted:
                     found.append(Entry(*row))
-        self._taken = found[-1].key if found else 0
         return found
+
+    def send(self, entries: Sequence[Entry]) -> None:
+        """They are on their way: they are not dropped to make room, until `put_back`."""
+        self._sent = entries[-1].key
 
     def slots(self, slots_id: str) -> bytes:
         """The packed slot list."""
@@ -192,7 +197,7 @@ class Spool:
     def drop_oldest(self) -> bool:
         """Make room: give up the oldest sample that is not on its way. False where there is none."""
         query = "SELECT key, size FROM samples WHERE key > ? ORDER BY key LIMIT 1"
-        row = self._connection.execute(query, (self._taken,)).fetchone()
+        row = self._connection.execute(query, (self._sent,)).fetchone()
         if row is None:
             return False
         with self._transaction():
@@ -203,7 +208,7 @@ class Spool:
 
     def put_back(self) -> None:
         """Nothing is on its way any more."""
-        self._taken = 0
+        self._sent = 0
 
     def _forget(self, entries: Sequence[Entry]) -> None:
         new = [entry for entry in entries if entry.key not in self._undeleted]
@@ -223,10 +228,15 @@ class Spool:
         if free > _FREE_PAGES:
             self._connection.execute("PRAGMA incremental_vacuum").fetchall()
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether somebody has deleted the file: what it holds then dies with the process."""
+        return _identity(self.path) != self._file
+
     def close(self) -> None:
         """Let the file go: it is deleted when empty, renamed where only refused samples are left, else kept."""
         try:
-            keep = bool(self.count or self._undeleted)
+            keep = bool(self.count or self._undeleted) or self.is_gone  # another may have that name now
             refused = self._connection.execute("SELECT count(*) FROM refused").fetchone()[0]
             self._connection.close()
         except sqlite3.Error:
@@ -313,6 +323,15 @@ def open_leftover(path: Path, owner: Owner) -> Spool:
     except BaseException:
         lock.release()
         raise
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Which file has that name now; None where none has, or none can be seen."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def is_damage(error: BaseException) -> bool:

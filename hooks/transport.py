@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-_RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504})
+_RETRIED = frozenset({408, 425, 429, 502, 503, 504})
 _CONNECT_SECONDS = 5.0
 _ANSWER_SECONDS = 30.0
 _MOST_ANSWER_BYTES = 64 * 2**20
@@ -25,7 +25,8 @@ class Answer:
 
     kind: str
     """`accepted`, `slots-unknown`, `too-large` or `refused`; to be tried again: `unreachable`, `busy`, `foreign`
-    (somebody else answered, such as a proxy), `held` (the service, and a person has to act)."""
+    (somebody else answered, such as a proxy), `held` (the service, and a person has to act), `failing` (either this
+    very sample is at fault or the server: what it answers to the next one will tell)."""
     body: Mapping[str, Any]
     wait_seconds: float | None = None
     """How long the server asks to wait."""
@@ -33,7 +34,7 @@ class Answer:
     @property
     def waits(self) -> bool:
         """Whether the sample was not judged: it is sent again later."""
-        return self.kind in ("unreachable", "busy", "foreign", "held")
+        return self.kind in ("unreachable", "busy", "foreign", "held", "failing")
 
     @property
     def reason(self) -> str:
@@ -143,10 +144,14 @@ def _answer(status: int, body: Mapping[str, Any], headers: Mapping[str, str]) ->
     if status == 200 and body.get("accepted") is True:
         return Answer("accepted", body)
     problem = {"status": status, **body}
-    if status == 413:  # of a proxy too: fewer samples may pass
-        return Answer("too-large", problem)
     kind = body.get("type")
     ours = isinstance(kind, str) and status >= 400
+    if status == 413 and ours:
+        return Answer("too-large", problem)
+    if status == 413:  # a proxy's: fewer samples may pass, and another setting of it lets this one pass
+        return Answer("failing", _foreign(status, headers))
+    if status == 500:
+        return Answer("failing", problem)
     if status in _RETRIED and (ours or not headers.get("Content-Type", "").startswith("text/")):
         return Answer("busy", problem, _seconds(headers.get("Retry-After")))
     if not ours:

@@ -1,5 +1,6 @@
-"""What holds for every test: nothing is written to the user's own folders."""
+"""What holds for every test: nothing is written to the user's own folders, Ctrl-C means what it says."""
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -11,3 +12,10 @@ def state_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def interruptible() -> None:
+    """Run in the background of a shell, a process and its children would ignore SIGINT."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -130,7 +130,7 @@ class TrainConfig:
     lockstep: bool = False
     """Wait after each sampled step for the server's reply, so that an enforced run repeats exactly."""
     lockstep_seconds: float = 2.0
-    """Longest wait of one step in lockstep; after it training goes on and the log says so once."""
+    """Longest wait of one step in lockstep; after it training goes on, without waits until the server has answered."""
 
     log_every: int = 10
     """Steps between two progress lines when the output is not a terminal."""

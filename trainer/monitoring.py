@@ -19,16 +19,14 @@ TRAINER = "trainer"
 """The layer name of scalars about the training loop itself."""
 
 
-class _UnfinishedError(Exception):
-    """The run stops here, but has not ended."""
-
-
 class Monitoring:
     """A guard on the model when the config names a server; otherwise nothing at all."""
 
     def __init__(self, model: LanguageModel, config: TrainConfig) -> None:
         self._config = config
         self._late = False
+        self._silent_since: int | None = None
+        """Samples that the server had taken when a reply came too late; None while replies come in time."""
         self.guard: hooks.Guard | None = None
         if config.server is not None:
             self.guard = hooks.attach(
@@ -67,15 +65,22 @@ class Monitoring:
         self.guard.log_scalar(TRAINER, "skipped_steps", skipped_steps)
         self.guard.step(step)
         if self._config.lockstep and step % self._config.every == 0:
-            answered = self.guard.flush(self._config.lockstep_seconds)
-            if not answered and not self._late:
-                self._late = True
-                logger.warning(
-                    "lockstep: no reply to step %d within %g s; training goes on, and a plan may take effect later than "
-                    "in a run whose server answers in time",
-                    step,
-                    self._config.lockstep_seconds,
-                )
+            self._wait(self.guard, step)
+
+    def _wait(self, guard: hooks.Guard, step: int) -> None:
+        """Wait for the reply, unless the server has taken no sample at all since the last one came too late."""
+        if self._silent_since == guard.delivered:
+            return
+        seconds = self._config.lockstep_seconds
+        self._silent_since = None if guard.flush(seconds) else guard.delivered
+        if self._silent_since is not None and not self._late:
+            self._late = True
+            logger.warning(
+                "lockstep: no reply to step %d within %g s; training goes on and waits again once the server has answered: "
+                "a plan may take effect later than in a run whose server answers in time",
+                step,
+                seconds,
+            )
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -95,11 +100,4 @@ class Monitoring:
         """Send what is left and take the guard off the model; `finished` if the run has ended by itself."""
         if self.guard is None:
             return
-        if finished:
-            self.guard.detach()
-            return
-        # A guard that is detached while an exception is on its way does not tell the server that the run has ended.
-        try:
-            raise _UnfinishedError
-        except _UnfinishedError:
-            self.guard.detach()
+        self.guard.detach(finished=finished)

@@ -1,5 +1,7 @@
 """Second schema: tokens, an alert's whole life, conflicts and ended groups."""
 
+from typing import Any
+
 import sqlalchemy as sa
 from alembic import op
 
@@ -11,7 +13,7 @@ depends_on: str | None = None
 # SQLite counts row ids in INTEGER columns only.
 BIG_ID = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 
-_ALERT_COLUMNS: dict[str, type[sa.types.TypeEngine[object]]] = {
+_ALERT_COLUMNS: dict[str, type[sa.types.TypeEngine[Any]]] = {
     "first_step": sa.BigInteger,
     "raised_step": sa.BigInteger,
     "silenced_by": sa.Text,

@@ -189,6 +189,7 @@ class TestExtremes:
     def test_b28_gradients_near_1e_9_are_reported_without_underflow(
         self, watch: Watch, read: Read, kind: Any
     ) -> None:
+        torch.manual_seed(0)
         model = kind(8, 8)
         guard = watch(model)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)

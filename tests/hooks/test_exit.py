@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import socket
 import sqlite3
@@ -225,3 +226,50 @@ class TestTheEndOfARun:
         guard.detach()
         assert len(endpoint.ended) == 1
         assert [r for r in caplog.records if r.levelname not in ("INFO", "DEBUG")] == []
+
+    def test_a_guard_that_has_not_finished_tells_no_end(
+        self, endpoint: Any, watch: Watch, train: Train
+    ) -> None:
+        model = nn.Linear(8, 8)
+        guard = watch(model, server=endpoint.url, run="later")
+        train(model, torch.optim.SGD(model.parameters(), 0.1))
+        guard.detach(finished=False)
+        assert [sample["step"] for sample in endpoint.samples] == [0]
+        assert guard.delivered == 1
+        assert endpoint.ended == []
+
+
+THREE = """
+farewell.EXIT_SECONDS = 2.0
+guards = [guard]
+for name in ("second", "third"):
+    other = nn.Linear(8, 8)
+    guards.append(attach(other, server=guard._session.options.server, run=name, every=1))
+    rate = torch.optim.SGD(other.parameters(), 0.1)
+    other(torch.randn(4, 8)).sum().backward()
+    rate.step()
+steps(1)
+"""
+
+
+class TestSeveralGuards:
+    """The guards of one process wait together, and each says what became of its samples."""
+
+    def ended(self, black_hole: str, process: Any) -> None:
+        said = re.findall(rf"1 samples of run (\w+) did not reach {black_hole} within (\S+) s", process.end())
+        assert {run for run, _ in said} == {"exit", "second", "third"}
+        # One after the other would be two seconds for each.
+        assert sorted(float(seconds) for _, seconds in said) == [0.5, 0.5, 2.0]
+
+    def test_b74_the_exit_takes_no_longer_for_three_guards(self, black_hole: str, script: Script) -> None:
+        process = script(THREE + READY, black_hole)
+        process.until()
+        self.ended(black_hole, process)
+        assert process.returncode == 0
+
+    def test_b74_nor_does_sigterm(self, black_hole: str, script: Script) -> None:
+        process = script(THREE + READY + "time.sleep(60)", black_hole)
+        process.until()
+        process.send_signal(signal.SIGTERM)
+        self.ended(black_hole, process)
+        assert process.returncode == -signal.SIGTERM

@@ -128,7 +128,7 @@ class TestRealServer:
         place = f"{server.url}/api/v1/runs/outage"
         assert httpx2.get(place).json()["dropped"] == 0
         # A step that waited for the network would be hundreds of milliseconds longer.
-        assert statistics.median(spent["down"]) < 3 * statistics.median(spent["up"]) + 0.01
+        assert statistics.median(spent["down"]) < 3 * statistics.median(spent["up"]) + 0.1
         down, back = warnings_of(caplog)
         assert down.startswith(f"no answer from {server.url} (")
         assert f"samples of run outage wait in {spool_dir / 'outage'}" in down
@@ -322,7 +322,8 @@ class TestDraining:
         for _ in range(5):
             guard._session.model()(torch.randn(2, 8)).sum().backward()
             guard.step()
-        eventually(lambda: guard._session.client._backlog.count == 5)
+        client = guard._session.client
+        eventually(lambda: client._backlog.count == 5 and client._under_way is None)
         known.clear()
         endpoint.requests.clear()
         endpoint.answer = answer

@@ -78,9 +78,11 @@ class TestFile:
     def test_room_is_made_at_the_old_end_and_what_is_on_its_way_stays(self, spool: Spool) -> None:
         put(spool, 0, 1, 2)
         on_its_way = spool.take(1, 1000)
+        spool.send(on_its_way)
         assert spool.drop_oldest()
         assert (spool.count, spool.bytes) == (2, 20)
         spool.remove(on_its_way)
+        spool.send(spool.take(1, 1000))
         assert steps_of(spool) == [2]
         assert not spool.drop_oldest()
 

@@ -29,6 +29,7 @@ class RecordingGuard:
         self.options = options
         self.calls: list[tuple[str, Any]] = []
         self.answers = True
+        self.delivered = 0
         self.plan = SimpleNamespace(entries=())
 
     def log(self, **values: float) -> None:
@@ -42,10 +43,11 @@ class RecordingGuard:
 
     def flush(self, timeout: float) -> bool:
         self.calls.append(("flush", timeout))
+        self.delivered += self.answers
         return self.answers
 
-    def detach(self) -> None:
-        self.calls.append(("detach", None))
+    def detach(self, *, finished: bool) -> None:
+        self.calls.append(("detach", finished))
 
     def state_dict(self) -> dict[str, Any]:
         return {"run": self.options["run"], "step": 4, "plan": {"version": 3, "entries": []}, "mark": 1}
@@ -139,6 +141,24 @@ def test_lockstep_waits_bounded_after_each_sampled_step(
     assert caplog.text.count("lockstep") == 1
 
 
+def test_lockstep_waits_once_for_a_server_that_is_away_and_again_once_it_has_answered(
+    make_trainer: MakeTrainer, guards: list[RecordingGuard]
+) -> None:
+    trainer = make_trainer(server=URL, lockstep=True, lockstep_seconds=0.5)
+    guard = guards[0]
+    trainer.run(2)
+    guard.answers = False
+    trainer.run(6)
+    assert guard.named("flush") == [0.5] * 3  # two in time, one too late, and none of the next three
+    guard.delivered += 1  # the sender has got something through
+    trainer.run(8)
+    assert guard.named("flush") == [0.5] * 4
+    guard.delivered += 1
+    guard.answers = True
+    trainer.run(10)
+    assert guard.named("flush") == [0.5] * 6
+
+
 def test_without_lockstep_nothing_waits(make_trainer: MakeTrainer, guards: list[RecordingGuard]) -> None:
     make_trainer(server=URL).run(2)
     assert guards[0].named("flush") == []
@@ -170,7 +190,17 @@ def test_leaving_the_block_detaches(make_trainer: MakeTrainer, guards: list[Reco
     with make_trainer(server=URL) as trainer:
         trainer.run(1)
         assert guards[0].named("detach") == []
-    assert guards[0].named("detach") == [None]
+    assert guards[0].named("detach") == [True]
+
+
+def test_a_block_that_fails_has_not_finished(make_trainer: MakeTrainer, guards: list[RecordingGuard]) -> None:
+    def fail() -> None:
+        with make_trainer(server=URL):
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert guards[0].named("detach") == [False]
 
 
 def test_a_real_server_sees_every_step_of_run_and_fork(make_trainer: MakeTrainer, tmp_path: Path) -> None:
