@@ -13,6 +13,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from fp8_safeguard.monitor.document import MAX_FAULTS
 from fp8_safeguard.monitor.metrics import (
     ALL_COLUMNS,
     COUNT_COLUMNS,
@@ -22,6 +23,7 @@ from fp8_safeguard.monitor.metrics import (
     undefined,
 )
 from fp8_safeguard.monitor.numbers import NumberError, decode_count, decode_number, encode_number
+from fp8_safeguard.monitor.quoting import quoted
 from fp8_safeguard.monitor.slots import INT64_MAX, Slot
 from fp8_safeguard.monitor.stats import TensorStats
 
@@ -191,6 +193,8 @@ def _read_values(
         except NumberError as error:
             report(f"/{position}", f"{name}: {error}")
             faults += 1
+            if faults == MAX_FAULTS:
+                break
     if faults:
         return None
     return _array(name, values), np.array([value is None for value in values], dtype=bool)
@@ -200,7 +204,7 @@ def _decode_sum(item: Any) -> float | None:
     number = decode_number(item)
     # -Infinity is a broken measurement, kept as evidence; a finite negative sum of squares is a broken client.
     if number is not None and -np.inf < number < 0:
-        raise NumberError(f"{item!r} is negative, and this is a sum of even powers or a magnitude")
+        raise NumberError(f"{quoted(item)} is negative, and this is a sum of even powers or a magnitude")
     return number
 
 
@@ -209,6 +213,8 @@ def _read_histogram_list(
 ) -> tuple[NDArray[Any], NDArray[np.bool_]] | None:
     faults = 0
     for position, bins in enumerate(wire):
+        if faults >= MAX_FAULTS:
+            break
         if bins is None or _plain_bins(bins):
             continue
         if not isinstance(bins, (list, tuple)) or len(bins) != HISTOGRAM_BINS:
@@ -244,7 +250,7 @@ def _read_binary(
 ) -> tuple[NDArray[Any], NDArray[np.bool_]] | None:
     dtype, data = wire.get("dtype"), wire.get("data")
     if not isinstance(dtype, str) or dtype not in _DTYPES:
-        report("/dtype", f"dtype is int64 or float64, little-endian, not {dtype!r}")
+        report("/dtype", f"dtype is int64 or float64, little-endian, not {quoted(dtype)}")
         return None
     if not isinstance(data, (bytes, bytearray, memoryview)):
         report("/data", f"data is raw bytes (msgpack bin), not {type(data).__name__}; in JSON send a list")
@@ -291,7 +297,7 @@ def _checked_binary(
         if whole
         else "is negative, and this is a sum of even powers or a magnitude"
     )
-    for index in np.argwhere(bad):
+    for index in np.argwhere(bad)[:MAX_FAULTS]:
         report("/data", f"{name}: value {values[tuple(index)]} at {index.tolist()} {wrong}")
     if bad.any():
         return None

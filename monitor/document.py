@@ -1,9 +1,11 @@
 """Reads a decoded document and notes every fault under its JSON pointer."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fp8_safeguard.monitor.numbers import NumberError, decode_count, decode_number
+from fp8_safeguard.monitor.quoting import quoted
 from fp8_safeguard.monitor.slots import SlotError, check_text, is_count
 
 MAX_FAULTS = 1000
@@ -29,8 +31,13 @@ class Reader:
         self.body = body
         self.faults: list[tuple[str, str]] = []
 
+    @property
+    def full(self) -> bool:
+        """Whether so much is wrong that reading on would only cost time."""
+        return len(self.faults) >= MAX_FAULTS
+
     def fault(self, pointer: str, message: str) -> None:
-        if len(self.faults) < MAX_FAULTS:
+        if not self.full:
             self.faults.append((pointer, message))
 
     def raise_faults(self) -> None:
@@ -72,7 +79,9 @@ class Reader:
             return default
         if value is not None and is_count(value) and value >= least:
             return int(value)
-        problem = "is required" if value is None else f"is an integer from {least} to 2^63 - 1, not {value!r}"
+        problem = (
+            "is required" if value is None else f"is an integer from {least} to 2^63 - 1, not {quoted(value)}"
+        )
         self.fault(f"{base}/{name}", f"{name} {problem}")
         return default
 
@@ -81,7 +90,7 @@ class Reader:
         if value is None:
             return default
         if not isinstance(value, str) or value not in choices:
-            self.fault(f"/{name}", f"{name} {value!r} is not one of {', '.join(choices)}")
+            self.fault(f"/{name}", f"{name} {quoted(value)} is not one of {', '.join(choices)}")
             return default
         return value
 
@@ -103,11 +112,12 @@ class Reader:
         if not isinstance(wire, (list, tuple)):
             self.fault(f"/{name}", f"{name} is a list, not {type(wire).__name__}")
             return ()
-        return tuple(self._record(f"/{name}/{place}", item, kinds) for place, item in enumerate(wire))
+        listed = itertools.takewhile(lambda placed: not self.full, enumerate(wire))
+        return tuple(self._record(f"/{name}/{place}", item, kinds) for place, item in listed)
 
     def _record(self, pointer: str, wire: Any, kinds: Mapping[str, str]) -> dict[str, Any]:
         if not isinstance(wire, Mapping):
-            self.fault(pointer, f"is an object, not {wire!r}")
+            self.fault(pointer, f"is an object, not {quoted(wire)}")
             return {}
         record = {}
         for name, kind in kinds.items():

@@ -7,6 +7,7 @@ JSON has no NaN, and a browser rejects a document that holds one. So the three n
 import math
 from typing import Any
 
+from fp8_safeguard.monitor.quoting import quoted
 from fp8_safeguard.monitor.slots import INT64_MAX
 
 _NAMES = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -39,14 +40,14 @@ def decode_number(value: Any, *, finite: bool = False) -> float | None:
         return None
     if isinstance(value, str):
         if value not in _NAMES:
-            raise NumberError(f"{value!r} is not a number; the only words are {', '.join(_NAMES)}")
+            raise NumberError(f"{quoted(value)} is not a number; the only words are {', '.join(_NAMES)}")
         number = _NAMES[value]
     elif isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise NumberError(f"{value!r} is not a number")
+        raise NumberError(f"{quoted(value)} is not a number")
     else:
         number = _to_float(value)
     if finite and not math.isfinite(number):
-        raise NumberError(f"{value!r} is not finite, and this value is set, not measured")
+        raise NumberError(f"{quoted(value)} is not finite, and this value is set, not measured")
     return number
 
 
@@ -55,11 +56,11 @@ def decode_count(value: Any) -> int | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise NumberError(f"{value!r} is not a whole number")
+        raise NumberError(f"{quoted(value)} is not a whole number")
     if isinstance(value, float) and not value.is_integer():
-        raise NumberError(f"{value!r} is not a whole number")
+        raise NumberError(f"{quoted(value)} is not a whole number")
     if not 0 <= value <= INT64_MAX:
-        raise NumberError(f"{value!r} is not between 0 and 2^63 - 1")
+        raise NumberError(f"{quoted(value)} is not between 0 and 2^63 - 1")
     return int(value)
 
 

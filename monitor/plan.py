@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any, Self
 
 from fp8_safeguard.monitor.numbers import encode_number
+from fp8_safeguard.monitor.quoting import quoted
 from fp8_safeguard.monitor.slots import GEMMS, LAYOUTS, OPERANDS, is_count
 
 ACTIONS = (
@@ -45,10 +46,10 @@ class Target:
     def __post_init__(self) -> None:
         named = (self.gemm is not None, self.operand is not None, self.layout is not None)
         if named not in ((True, False, False), (False, True, True), (False, False, False)):
-            raise PlanError(f"a target is a gemm, an operand with its layout, or neither, not {self!r}")
+            raise PlanError(f"a target is a gemm, an operand with its layout, or neither, not {quoted(self)}")
         for value, choices in ((self.gemm, GEMMS), (self.operand, OPERANDS), (self.layout, LAYOUTS)):
             if value is not None and value not in choices:
-                raise PlanError(f"target {value!r} is not one of {', '.join(choices)}")
+                raise PlanError(f"target {quoted(value)} is not one of {', '.join(choices)}")
 
     @property
     def key(self) -> str:
@@ -65,7 +66,7 @@ class Target:
     def from_wire(cls, wire: Mapping[str, Any]) -> Self:
         """The inverse of to_wire. Raises PlanError."""
         if not isinstance(wire, Mapping) or not ({"gemm", "operand", "layer"} & set(wire)):
-            raise PlanError(f"a target names a gemm, an operand or layer: true, not {wire!r}")
+            raise PlanError(f"a target names a gemm, an operand or layer: true, not {quoted(wire)}")
         return cls(wire.get("gemm"), wire.get("operand"), wire.get("layout"))
 
 
@@ -84,16 +85,16 @@ class PlanEntry:
 
     def __post_init__(self) -> None:
         if self.action not in ACTIONS:
-            raise PlanError(f"action {self.action!r} is not one of {', '.join(ACTIONS)}")
+            raise PlanError(f"action {quoted(self.action)} is not one of {', '.join(ACTIONS)}")
         for name in ("layer", "decision_id"):
             if not isinstance(getattr(self, name), str):
-                raise PlanError(f"{name} is text, not {getattr(self, name)!r}")
+                raise PlanError(f"{name} is text, not {quoted(getattr(self, name))}")
         if not (self.value is None or isinstance(self.value, str) or is_finite_number(self.value)):
-            raise PlanError(f"value {self.value!r} is neither a finite number, a name nor null")
+            raise PlanError(f"value {quoted(self.value)} is neither a finite number, a name nor null")
         if not is_count(self.not_before_step):
-            raise PlanError(f"not_before_step is a step, 0 or above, not {self.not_before_step!r}")
+            raise PlanError(f"not_before_step is a step, 0 or above, not {quoted(self.not_before_step)}")
         if self.expires_step is not None and not is_count(self.expires_step):
-            raise PlanError(f"expires_step is a step, 0 or above, or null, not {self.expires_step!r}")
+            raise PlanError(f"expires_step is a step, 0 or above, or null, not {quoted(self.expires_step)}")
 
     @cached_property
     def place(self) -> tuple[str, str, str]:
@@ -154,9 +155,9 @@ class Decision:
 
     def __post_init__(self) -> None:
         if self.action not in DECISION_ACTIONS:
-            raise PlanError(f"action {self.action!r} is not one of {', '.join(DECISION_ACTIONS)}")
+            raise PlanError(f"action {quoted(self.action)} is not one of {', '.join(DECISION_ACTIONS)}")
         if self.state not in DECISION_STATES:
-            raise PlanError(f"state {self.state!r} is not one of {', '.join(DECISION_STATES)}")
+            raise PlanError(f"state {quoted(self.state)} is not one of {', '.join(DECISION_STATES)}")
 
     def to_wire(self) -> dict[str, Any]:
         """JSON object of the contract; non-finite evidence as words."""
@@ -263,9 +264,9 @@ class Plan:
         """The inverse of to_wire. Raises PlanError."""
         _require(wire, "plan", ("version", "entries"))
         if not is_count(wire["version"]):
-            raise PlanError(f"version is a whole number, 0 or above, not {wire['version']!r}")
+            raise PlanError(f"version is a whole number, 0 or above, not {quoted(wire['version'])}")
         if not isinstance(wire["entries"], (list, tuple)):
-            raise PlanError(f"entries is a list, not {wire['entries']!r}")
+            raise PlanError(f"entries is a list, not {quoted(wire['entries'])}")
         return cls(wire["version"], tuple(PlanEntry.from_wire(entry) for entry in wire["entries"]))
 
 
@@ -291,4 +292,4 @@ def json_ready(value: Any) -> Any:
 def _require(wire: Any, what: str, names: tuple[str, ...]) -> None:
     missing = [name for name in names if name not in wire] if isinstance(wire, Mapping) else list(names)
     if missing:
-        raise PlanError(f"{what} {wire!r} lacks {', '.join(missing)}")
+        raise PlanError(f"{what} {quoted(wire)} lacks {', '.join(missing)}")

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Self
 
+from fp8_safeguard.monitor.quoting import quoted
+
 OPERANDS = ("x", "w", "dy")
 LAYOUTS = ("row", "col", "tile")
 GEMMS = ("fprop", "dgrad", "wgrad")
@@ -64,11 +66,13 @@ class Slot:
             if self.operand is not None or self.layout is not None:
                 raise SlotError("gemm", "a slot names either a gemm or an operand with its layout, not both")
         if self.expert is not None and not is_count(self.expert):
-            raise SlotError("expert", f"expert is a global id, an integer from 0 upward, not {self.expert!r}")
+            raise SlotError(
+                "expert", f"expert is a global id, an integer from 0 upward, not {quoted(self.expert)}"
+            )
         if self.variant is not None:
             check_text("variant", self.variant)
         if not isinstance(self.emulated, bool):
-            raise SlotError("emulated", f"emulated is true or false, not {self.emulated!r}")
+            raise SlotError("emulated", f"emulated is true or false, not {quoted(self.emulated)}")
         if self.fmt is not None:
             _check_choice("fmt", self.fmt, ("e4m3", "e5m2"))
 
@@ -146,15 +150,15 @@ def slots_id(slots: Iterable[Slot]) -> str:
 def check_text(field: str, value: Any) -> str:
     """The value, if it is text that UTF-8, JSON and a database can hold; SlotError otherwise."""
     if not isinstance(value, str):
-        raise SlotError(field, f"{field} is text, not {value!r}")
+        raise SlotError(field, f"{field} is text, not {quoted(value)}")
     if "\x00" in value:
         raise SlotError(
-            field, f"{field} {value!r} holds a NUL character, which PostgreSQL cannot store; remove it"
+            field, f"{field} {quoted(value)} holds a NUL character, which PostgreSQL cannot store; remove it"
         )
     if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
         raise SlotError(
             field,
-            f"{field} {value!r} holds a lone surrogate, which UTF-8 cannot carry; send the whole character",
+            f"{field} {quoted(value)} holds a lone surrogate, which UTF-8 cannot carry; send the whole character",
         )
     return value
 
@@ -168,4 +172,4 @@ def _check_choice(field: str, value: Any, choices: tuple[str, ...]) -> None:
     if value is None:
         raise SlotError(field, f"a slot names an operand with its layout, or a gemm: {field} is missing")
     if not isinstance(value, str) or value not in choices:
-        raise SlotError(field, f"{field} {value!r} is not one of {', '.join(choices)}")
+        raise SlotError(field, f"{field} {quoted(value)} is not one of {', '.join(choices)}")

@@ -4,6 +4,7 @@
 all at once. Fields that this version does not know are left alone. `sample_to_wire` is its inverse.
 """
 
+import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from fp8_safeguard.monitor.columns import StatsTable, empty_column, read_column,
 from fp8_safeguard.monitor.document import Reader, WireError, escape
 from fp8_safeguard.monitor.metrics import ALL_COLUMNS
 from fp8_safeguard.monitor.numbers import decode_number, encode_number
+from fp8_safeguard.monitor.quoting import quoted
 from fp8_safeguard.monitor.slots import Slot, SlotError, slots_id
 from fp8_safeguard.monitor.stats import TensorStats
 from fp8_safeguard.monitor.thresholds import PRESETS
@@ -127,7 +129,7 @@ def check_run_id(run: Any) -> str:
     """The run id, if it may be part of an address; RunIdError otherwise."""
     if not isinstance(run, str) or not _RUN_ID.fullmatch(run):
         raise RunIdError(
-            f"run id {run!r} is not allowed: 1 to 128 letters, digits, '.', '_' or '-', the first a letter or digit"
+            f"run id {quoted(run)} is not allowed: 1 to 128 letters, digits, '.', '_' or '-', the first a letter or digit"
         )
     return run
 
@@ -208,7 +210,7 @@ def _check_schema(reader: Reader) -> None:
     if schema is None:
         reader.fault("/schema", f"schema is required; this version writes {SCHEMA}")
     elif isinstance(schema, bool) or not isinstance(schema, int):
-        reader.fault("/schema", f"schema is an integer, not {schema!r}")
+        reader.fault("/schema", f"schema is an integer, not {quoted(schema)}")
     elif schema not in ACCEPTED_SCHEMAS:
         accepted = ", ".join(map(str, ACCEPTED_SCHEMAS))
         raise WireError(
@@ -219,7 +221,7 @@ def _check_schema(reader: Reader) -> None:
 def _read_attempt(reader: Reader) -> Attempt:
     wire = reader.body.get("attempt")
     if not isinstance(wire, Mapping):
-        problem = "is required" if wire is None else f"is an object, not {wire!r}"
+        problem = "is required" if wire is None else f"is an object, not {quoted(wire)}"
         reader.fault("/attempt", f"attempt {problem}; the least is {{'id': '0'}}")
         return Attempt()
     if wire.get("id") in (None, ""):
@@ -253,14 +255,17 @@ def _read_slots(
     if not isinstance(wire, (list, tuple)):
         reader.fault("/slots", f"slots is a list, not {type(wire).__name__}")
         return None, ()
-    slots = [_read_slot(reader, position, item) for position, item in enumerate(wire)]
+    listed = itertools.takewhile(lambda placed: not reader.full, enumerate(wire))
+    slots = [_read_slot(reader, position, item) for position, item in listed]
+    if reader.full:
+        return None, ()
     _check_distinct(reader, slots)
     if any(slot is None for slot in slots):
         # Columns can still be checked against the number of slots; the stand-in never leaves this module.
         return tuple(slot or Slot("?", gemm="fprop") for slot in slots), ()
     found = tuple(slot for slot in slots if slot is not None)
     if digest is not None and digest != slots_id(found):
-        reader.fault("/slots_id", f"slots_id {digest!r} is not the digest of slots, {slots_id(found)}")
+        reader.fault("/slots_id", f"slots_id {quoted(digest)} is not the digest of slots, {slots_id(found)}")
     return found, _read_indices(reader, wire)
 
 
@@ -268,18 +273,18 @@ def _known_slots(
     reader: Reader, digest: Any, known_slots: Callable[[str], tuple[Slot, ...] | None] | None
 ) -> tuple[tuple[Slot, ...] | None, tuple[int, ...]]:
     if not isinstance(digest, str):
-        reader.fault("/slots_id", f"slots_id is text, not {digest!r}")
+        reader.fault("/slots_id", f"slots_id is text, not {quoted(digest)}")
         return None, ()
     slots = known_slots(digest) if known_slots is not None else None
     if slots is None:
-        message = f"slots_id {digest!r} is not known here; send the slot list itself once"
+        message = f"slots_id {quoted(digest)} is not known here; send the slot list itself once"
         raise WireError([("/slots_id", message)], "slots-unknown")
     return slots, tuple(range(len(slots)))
 
 
 def _read_slot(reader: Reader, position: int, wire: Any) -> Slot | None:
     if not isinstance(wire, Mapping):
-        reader.fault(f"/slots/{position}", f"a slot is an object, not {wire!r}")
+        reader.fault(f"/slots/{position}", f"a slot is an object, not {quoted(wire)}")
         return None
     try:
         return Slot.from_wire(wire)
@@ -336,7 +341,7 @@ def _read_run(reader: Reader) -> dict[str, float | None]:
     if wire is None:
         return {}
     if not isinstance(wire, Mapping):
-        reader.fault("/run", f"run is an object of numbers, not {wire!r}")
+        reader.fault("/run", f"run is an object of numbers, not {quoted(wire)}")
         return {}
     values: dict[str, float | None] = {}
     for name, value in wire.items():

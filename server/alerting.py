@@ -5,10 +5,11 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, select
 
+from fp8_safeguard.monitor.quoting import quoted
 from fp8_safeguard.server.alertlog import UNRESOLVED
 from fp8_safeguard.server.auditview import alert_item
 from fp8_safeguard.server.events import Event
-from fp8_safeguard.server.problems import invalid, not_found, short
+from fp8_safeguard.server.problems import invalid, not_found
 from fp8_safeguard.server.tables import alerts, runs
 
 DEFAULT_SILENCE_SECONDS = 3600.0
@@ -31,7 +32,7 @@ def silence(conn: Connection, alert: int, body: Mapping[str, Any], actor: str, n
     seconds = body.get("seconds", DEFAULT_SILENCE_SECONDS)
     number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
     if not number or not 0 <= seconds <= LONGEST_SILENCE_SECONDS:
-        message = f"seconds is a number from 0 to {LONGEST_SILENCE_SECONDS:.0f}, not {short(seconds)}"
+        message = f"seconds is a number from 0 to {LONGEST_SILENCE_SECONDS:.0f}, not {quoted(seconds)}"
         raise invalid(message, [("/seconds", message)])
     row = _find(conn, alert)
     which = (alerts.c.run_id == row.run_id) & (alerts.c.key == row.key)

@@ -2,8 +2,9 @@
 
 One definition of an alert's state serves the page, the command line, /metrics and the verdict; it is the stored one:
 
-    open       in breach, or not yet seen clear for long enough, and nothing covers it
-    held       the same, but the GEMMs that it is about run in BF16: the plan's fallback, or as the layer is configured
+    open       in breach, or not yet seen clear for long enough, and nothing holds it
+    held       the same, but the GEMMs that it is about run in BF16: as the layer is configured, or by a fallback of the plan
+               that the client has said it applies. An alert whose fallback is decided with it is open until then
     resolved   clear for some samples, or a person said so, or its steps did not happen (a rewind)
 
 A breach that comes back within the cool-down re-opens its alert (`occurrences` counts), later it raises another. What a
@@ -12,13 +13,14 @@ Acknowledged and silenced are marks beside the state: the states of runs and lay
 alerts (`open` of a run's `alerts`, the page's figure, alerts_active) leave out those that are silenced, and say how many.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sqlalchemy import Connection, Row, bindparam, select
 
-from fp8_safeguard.monitor.alerts import COOL_DOWN_STEPS, Alert, is_held
+from fp8_safeguard.monitor.alerts import COOL_DOWN_STEPS, Alert, Signal, is_held
+from fp8_safeguard.monitor.plan import Plan
 from fp8_safeguard.monitor.policy import PolicyState
 from fp8_safeguard.server.answers import strict_dumps
 from fp8_safeguard.server.store import freshness_of
@@ -191,17 +193,39 @@ def _why_gone(attempt: Row[Any]) -> str:
 
 
 def settle(conn: Connection, run_id: int, state: PolicyState) -> tuple[int, ...]:
-    """Mark as held what the plan of the state covers, and only that; ids of the rows that this changed."""
+    """Mark as held what the plan covers as far as it is applied, and only that; ids of the rows that this changed."""
     moved: list[int] = []
     held: dict[bool, list[str]] = {True: [], False: []}
+    applied = _applied(conn, state.plan) if state.alerts else state.plan
     for key, alert in state.alerts.items():
-        held[is_held(alert.signals, alert.rule, state.plan)].append(key)
+        held[is_held(alert.signals, alert.rule, applied)].append(key)
     for covered, (now, before) in ((True, ("held", "open")), (False, ("open", "held"))):
         if held[covered]:
             mine = (alerts.c.run_id == run_id, alerts.c.state == before, alerts.c.key.in_(held[covered]))
             change = alerts.update().where(*mine).values(state=now).returning(alerts.c.id)
             moved += conn.execute(change).scalars()
     return tuple(moved)
+
+
+def _applied(conn: Connection, plan: Plan) -> Plan:
+    """The plan without the entries that no client has said it applies."""
+    named = [entry.decision_id for entry in plan.entries]
+    taken_up = (decisions.c.id.in_(named), decisions.c.state == "applied")
+    applied = set(conn.execute(select(decisions.c.id).where(*taken_up)).scalars()) if named else set()
+    return replace(plan, entries=tuple(entry for entry in plan.entries if entry.decision_id in applied))
+
+
+def standing_of(alert: Mapping[str, Any], state: str, plan: Plan) -> str:
+    """What an unresolved alert says of its layer and run: its severity, or `held` once the plan covers it.
+
+    alert: its body, or as the API shows it. The states of layers and runs speak of what was decided, alerts of what is in
+    force: for the two steps between them a layer in fallback has an open alert.
+    """
+    signals = [
+        Signal.from_dict({**item, "key": "", "excess": 1.0}) for item in alert.get("slots") or (alert,)
+    ]
+    held = state == "held" or is_held(signals, alert["rule"], plan)
+    return "held" if held else str(alert["severity"])
 
 
 def unresolved(conn: Connection, run_id: int) -> list[Row[Any]]:

@@ -1,6 +1,7 @@
-"""Strict JSON answers: non-finite numbers as strings, never bare NaN."""
+"""Strict JSON answers: non-finite numbers as strings, times as RFC 3339."""
 
 import json
+from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,13 @@ def encode_array(values: NDArray[np.float64], nan: NDArray[np.bool_]) -> list[An
     plain[nan] = "NaN"
     listed: list[Any] = plain.tolist()
     return listed
+
+
+def rfc3339(seconds: float | None) -> str | None:
+    """A time for people and programs, in UTC."""
+    if seconds is None:
+        return None
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def strict_dumps(value: Any) -> str:

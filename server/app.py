@@ -28,6 +28,7 @@ from fp8_safeguard.server.routes import (
     runs,
 )
 from fp8_safeguard.server.settings import Settings, check_bind
+from fp8_safeguard.server.smallbodies import SmallBodies
 from fp8_safeguard.server.store import open_store
 from fp8_safeguard.server.tokens import stored_token
 
@@ -72,6 +73,7 @@ def create_app(
     app.state.registry.register(RunCollector(store, settings))
     problems.install(app)
     openapi.install(app)
+    app.add_middleware(SmallBodies)
     app.add_middleware(PlainAddresses)
     _include_routes(app)
     return app

@@ -45,13 +45,13 @@ def _decision_row(run: Row[Any], decision: Decision, plan_version: int, now: flo
     }
 
 
-def mark_sent(conn: Connection, run: Row[Any]) -> list[Event]:
-    """The plan goes out with this reply: decisions in it are sent."""
+def mark_sent(conn: Connection, run: Row[Any], plan_version: int) -> list[Event]:
+    """The plan of that version goes out with this reply: decisions in it are sent."""
     return _advance(
         conn,
         run,
         decisions.c.state == "approved",
-        decisions.c.plan_version <= run.plan_version,
+        decisions.c.plan_version <= plan_version,
         state="sent",
     )
 

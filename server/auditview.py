@@ -8,10 +8,10 @@ from sqlalchemy import Connection, Row, Select, select
 
 from fp8_safeguard.monitor.plan import DECISION_STATES
 from fp8_safeguard.server.alertlog import STATES, is_silenced
+from fp8_safeguard.server.answers import rfc3339
 from fp8_safeguard.server.choices import check_choice
 from fp8_safeguard.server.paging import DEFAULT_PAGE, decode_token, encode_token
 from fp8_safeguard.server.runlookup import find_run
-from fp8_safeguard.server.runview import rfc3339
 from fp8_safeguard.server.store import freshness_of
 from fp8_safeguard.server.tables import alerts as alert_table
 from fp8_safeguard.server.tables import decisions as decision_table

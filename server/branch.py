@@ -6,7 +6,8 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Row, select
 
-from fp8_safeguard.server.problems import not_found, short
+from fp8_safeguard.monitor.quoting import quoted
+from fp8_safeguard.server.problems import not_found
 from fp8_safeguard.server.tables import attempts, runs, samples
 
 
@@ -30,7 +31,7 @@ def viewed(conn: Connection, run: str, attempt: str) -> Connection:
     if row is None:
         raise not_found(
             "attempt-not-found",
-            f"run {short(run)} has no attempt {short(attempt)}; GET /api/v1/runs/{{run}}/attempts lists them",
+            f"run {quoted(run)} has no attempt {quoted(attempt)}; GET /api/v1/runs/{{run}}/attempts lists them",
         )
     return conn.execution_options(fp8_safeguard_attempt=(row.run_id, row.id))
 

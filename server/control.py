@@ -12,6 +12,7 @@ from fp8_safeguard.monitor.document import escape
 from fp8_safeguard.monitor.formats import ScaleError, check_multiplier
 from fp8_safeguard.monitor.plan import ACTIONS, Decision, PlanError, Target, is_finite_number
 from fp8_safeguard.monitor.policy import PolicyState
+from fp8_safeguard.monitor.quoting import quoted
 from fp8_safeguard.monitor.thresholds import PRESETS
 from fp8_safeguard.monitor.wire import MODES
 from fp8_safeguard.server import audit, slotlists
@@ -20,7 +21,7 @@ from fp8_safeguard.server.auditview import decision_item
 from fp8_safeguard.server.deciding import config_of
 from fp8_safeguard.server.events import Event
 from fp8_safeguard.server.policystore import load_state, save_state
-from fp8_safeguard.server.problems import Problem, invalid, not_found, short
+from fp8_safeguard.server.problems import Problem, invalid, not_found
 from fp8_safeguard.server.runlookup import find_run
 from fp8_safeguard.server.tables import attempts, decisions, pins, run_slot_lists, runs, samples, slot_lists
 
@@ -42,14 +43,14 @@ def change_run(conn: Connection, run: str, changes: Mapping[str, Any], now: floa
         "ended": (True, False),
     }
     wrong = [name for name in changes if name not in allowed]
-    errors = [(f"/{escape(name[:_LONGEST_QUOTE])}", f"{short(name)} cannot be changed") for name in wrong]
+    errors = [(f"/{escape(name[:_LONGEST_QUOTE])}", f"{quoted(name)} cannot be changed") for name in wrong]
     for name, known in allowed.items():
         # By type, too: 1 is equal to true.
         if name in changes and not any(
             type(changes[name]) is type(value) and changes[name] == value for value in known
         ):
             named = ", ".join(str(value).lower() if isinstance(value, bool) else value for value in known)
-            errors.append((f"/{name}", f"{short(changes[name])} is not one of {named}"))
+            errors.append((f"/{name}", f"{quoted(changes[name])} is not one of {named}"))
     if errors or not changes:
         detail = (
             "; ".join(message for _, message in errors)

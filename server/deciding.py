@@ -9,6 +9,7 @@ from sqlalchemy import Connection, Row, func, select
 
 from fp8_safeguard.monitor.columns import merge_tables
 from fp8_safeguard.monitor.numbers import decode_number
+from fp8_safeguard.monitor.plan import Plan
 from fp8_safeguard.monitor.policy import PolicyConfig, PolicyState, StepObservation, decide
 from fp8_safeguard.monitor.wire import Sample
 from fp8_safeguard.server import alertlog, audit, slotlists
@@ -17,7 +18,7 @@ from fp8_safeguard.server.branch import visible_rows
 from fp8_safeguard.server.events import Event
 from fp8_safeguard.server.packing import Packed
 from fp8_safeguard.server.policystore import load_state, save_state
-from fp8_safeguard.server.tables import attempts, decisions, runs, samples
+from fp8_safeguard.server.tables import attempts, decisions, samples
 
 NEWER_STEPS = 4
 """A step that lacks a group is decided on once this many newer steps exist."""
@@ -37,31 +38,28 @@ class Raised:
 
 
 def after_sample(conn: Connection, run: Row[Any], attempt: Row[Any], sample: Sample, now: float) -> Raised:
-    """Note what the client applied, decide on every step that is ready, and make up the reply."""
+    """Note what the client applied, decide on every step that is ready, and make up the reply.
+
+    `attempt` is its row, and `newest`: whether it is the run's newest. Only that one is decided on.
+    """
     raised = Raised(run.plan_version)
     raised.events += audit.mark_applied(conn, run, sample)
-    if _is_newest(conn, run.id, attempt.id):
-        _decide_ready(conn, run, attempt, raised, now)
-    row = conn.execute(select(runs).where(runs.c.id == run.id)).one()
-    raised.plan_version = row.plan_version
-    if sample.plan_version < row.plan_version:
-        raised.plan = {"version": row.plan_version, "entries": json.loads(row.plan)}
-        raised.events += audit.mark_sent(conn, row)
+    plan = _decide_ready(conn, run, attempt, raised, now) if attempt.newest else audit.plan_from(run)
+    raised.plan_version = plan.version
+    if sample.plan_version < plan.version:
+        raised.plan = plan.to_wire()
+        raised.events += audit.mark_sent(conn, run, plan.version)
         raised.decisions = audit.refreshed(conn, raised.decisions)
     return raised
 
 
-def _is_newest(conn: Connection, run_id: int, attempt_id: int) -> bool:
-    newest = conn.execute(select(func.max(attempts.c.id)).where(attempts.c.run_id == run_id)).scalar_one()
-    return bool(newest == attempt_id)
-
-
-def _decide_ready(conn: Connection, run: Row[Any], attempt: Row[Any], raised: Raised, now: float) -> None:
+def _decide_ready(conn: Connection, run: Row[Any], attempt: Row[Any], raised: Raised, now: float) -> Plan:
+    """Decide on every step that is ready; the plan afterwards."""
     fresh = attempt.policy_state is None
     state = first_state(conn, run, attempt) if fresh else load_state(run, attempt)
     ready = _ready_steps(conn, attempt, state.last_step)
     if not ready and not fresh:
-        return
+        return state.plan
     changes = [alertlog.begin_attempt(conn, run, attempt, state, now)] if fresh else []
     config = config_of(conn, run)
     begun = state
@@ -76,6 +74,7 @@ def _decide_ready(conn: Connection, run: Row[Any], attempt: Row[Any], raised: Ra
     others = (number for change in changes for number in change.changed)
     shown = [*raised.alerts, *alert_items(conn, run, (*others, *moved))]
     raised.events += _events(conn, run, raised, shown, begun, state)
+    return state.plan
 
 
 def _events(
@@ -155,14 +154,33 @@ def observation_of(conn: Connection, run: Row[Any], attempt_id: int, step: int) 
 
 
 def first_state(conn: Connection, run: Row[Any], attempt: Row[Any]) -> PolicyState:
-    """What an attempt's policy starts with: its parent's memory of the steps that both share, and the run's plan."""
+    """What an attempt's policy starts with: its parent's memory of the steps that both share, and the run's plan.
+
+    A child that goes back over steps after which a client took up a decision is given the decision for the very step at which
+    its parent applied it: the entry's `not_before_step` is raised from evidence step + 1 to the effective step that was
+    reported, so that a resume repeats its parent bit by bit. What no client reported stays as it is.
+    """
     parent = _parent(conn, attempt)
     made = conn.execute(select(func.count()).where(decisions.c.run_id == run.id)).scalar_one()
     if parent is None or parent.policy_state is None:
         return replace(PolicyState(), plan=audit.plan_from(run), decisions_made=made)
+    plan = _as_applied(conn, audit.plan_from(run), attempt.from_step)
     if parent.last_decided_step is None or parent.last_decided_step < attempt.from_step:
-        return load_state(run, parent)
-    return replace(_replayed(conn, run, attempt), plan=audit.plan_from(run), decisions_made=made)
+        return replace(load_state(run, parent), plan=plan)
+    return replace(_replayed(conn, run, attempt), plan=plan, decisions_made=made)
+
+
+def _as_applied(conn: Connection, plan: Plan, from_step: int) -> Plan:
+    """The plan whose entries wait for the steps, from that one on, at which they took effect before."""
+    named = [entry.decision_id for entry in plan.entries]
+    repeated = (decisions.c.id.in_(named), decisions.c.effective_step >= from_step)
+    found = conn.execute(select(decisions.c.id, decisions.c.effective_step).where(*repeated)) if named else ()
+    taken_up = {row.id: row.effective_step for row in found}
+    entries = (
+        replace(entry, not_before_step=max(entry.not_before_step, taken_up.get(entry.decision_id, 0)))
+        for entry in plan.entries
+    )
+    return replace(plan, entries=tuple(entries))
 
 
 def _parent(conn: Connection, attempt: Row[Any]) -> Row[Any] | None:

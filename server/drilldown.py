@@ -14,7 +14,7 @@ from fp8_safeguard.monitor.numbers import decode_number
 from fp8_safeguard.monitor.plan import Plan
 from fp8_safeguard.monitor.precision import BF16, FP8, precisions_of
 from fp8_safeguard.monitor.slots import GEMMS, Slot
-from fp8_safeguard.server.alertlog import UNRESOLVED
+from fp8_safeguard.server.alertlog import UNRESOLVED, standing_of
 from fp8_safeguard.server.audit import plan_from
 from fp8_safeguard.server.auditview import alert_item, decision_item
 from fp8_safeguard.server.branch import live_branch, segment_rows, visible_rows
@@ -35,7 +35,6 @@ from fp8_safeguard.server.drilldown_slots import (
 from fp8_safeguard.server.layerview import layer_state
 from fp8_safeguard.server.problems import Problem, not_found
 from fp8_safeguard.server.runlookup import find_run
-from fp8_safeguard.server.slotlists import layers_of, of_run
 from fp8_safeguard.server.store import freshness_of
 from fp8_safeguard.server.tables import alerts as alert_table
 from fp8_safeguard.server.tables import decisions as decision_table
@@ -50,7 +49,7 @@ def layer_document(conn: Connection, run: str, layer: str) -> dict[str, Any]:
     """Everything that is known of one layer. Raises Problem 404 for an unknown run or layer."""
     row = find_run(conn, run)
     known = load_known(conn, row.id)
-    names = known.names if layer in known.names else check_layer(conn, row, layer)
+    names = check_layer(known.names, row.name, layer)
     place = names.index(layer)
     span = step_span(conn, row)
     raised, decided = layer_alerts(conn, row, layer), layer_decisions(conn, row, layer)
@@ -59,21 +58,21 @@ def layer_document(conn: Connection, run: str, layer: str) -> dict[str, Any]:
     fresh = [pair for pair in readings if pair[1]["step"] in known.steps]
     plan = plan_from(row)
     precision = _precision_now(plan, layer, readings)
+    worst = worst_reading(row.preset, fresh)
     return {
         "run": run,
         "mode": row.mode,
         "layer": layer,
         "state": layer_state(
             sampled=bool(fresh),
+            judged=worst is not None,
             fallen=any(place[0] == layer for place in fallbacks(plan)),
             standings={
-                alert["severity"] if alert["state"] == "open" else "held"
-                for alert in raised
-                if alert["state"] in UNRESOLVED
+                standing_of(alert, alert["state"], plan) for alert in raised if alert["state"] in UNRESOLVED
             },
         ),
         "precision": precision,
-        "worst": worst_reading(row.preset, fresh),
+        "worst": worst,
         "first_step": span[0],
         "last_step": span[1],
         "preset": row.preset,
@@ -158,11 +157,10 @@ def step_span(conn: Connection, row: Row[Any]) -> tuple[int | None, int | None]:
     return min(known, default=None), max(known, default=None)
 
 
-def check_layer(conn: Connection, row: Row[Any], layer: str) -> list[str]:
-    """The run's layers in model order. Raises Problem 404 that names close matches where `layer` is none of them."""
-    names = layers_of(of_run(conn, row.id))
+def check_layer(names: Sequence[str], run: str, layer: str) -> Sequence[str]:
+    """The run's layers. Raises Problem 404 that names close matches where `layer` is none of them."""
     if layer not in names:
-        raise _unknown_layer(row.name, layer, names)
+        raise _unknown_layer(run, layer, names)
     return names
 
 

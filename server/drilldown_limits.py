@@ -1,4 +1,4 @@
-"""What the slots of one layer are judged by, and what is beyond it."""
+"""What a layer's slots are judged by, and what is beyond it."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -13,7 +13,7 @@ from fp8_safeguard.monitor.slots import Slot
 from fp8_safeguard.server.answers import encode_array
 from fp8_safeguard.server.branch import visible_rows
 from fp8_safeguard.server.drilldown_limits import limits_of, own_medians
-from fp8_safeguard.server.drilldown_slots import lists_of, merged_parts, rows_at
+from fp8_safeguard.server.drilldown_slots import merged_parts, rows_at
 from fp8_safeguard.server.grid import (
     GRADIENT_DISTORTION,
     Grid,
@@ -24,7 +24,7 @@ from fp8_safeguard.server.grid import (
     tensor_of,
 )
 from fp8_safeguard.server.heatmap import metric_name
-from fp8_safeguard.server.slotlists import in_order
+from fp8_safeguard.server.slotlists import in_order, of_run
 from fp8_safeguard.server.worst import Measured, reduce_columns
 
 MOST_POINTS = 600
@@ -105,7 +105,7 @@ def load_series(
 
 def slots_of_grid(conn: Connection, row: Row[Any], grid: Grid) -> dict[Tensor, Slot]:
     """A slot for each tensor of the grid, with the format that the run's first samples name."""
-    formats = {tensor_of(slot): slot.fmt for slot in reversed(in_order(lists_of(conn, row.id, ())))}
+    formats = {tensor_of(slot): slot.fmt for slot in reversed(in_order(of_run(conn, row.id)))}
     return {
         tensor: Slot(
             tensor.layer,
@@ -166,7 +166,7 @@ def block_history(
     )
     chosen = _even_choice(sampled, most, at)
     rows = rows_at(conn, row.id, chosen)
-    lists = lists_of(conn, row.id, {found.slot_list_id for found in rows})
+    lists = of_run(conn, row.id)
     found: dict[str, dict[str, Any]] = {}
     for (tensor, step), part in merged_parts(rows, lists, layer).items():
         if part.histogram is None or tensor.operand is None:

@@ -1,14 +1,12 @@
 """The slots of one layer: newest values, limits, block histograms."""
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from sqlalchemy import Connection, Row, or_, select
+from sqlalchemy import Connection, Row, select
 
 from fp8_safeguard.monitor.metrics import (
     ALL_COLUMNS,
@@ -25,42 +23,38 @@ from fp8_safeguard.server.branch import last_steps, live_branch, segment_rows
 from fp8_safeguard.server.grid import Tensor, tensor_of
 from fp8_safeguard.server.latest import LOOK_BACK
 from fp8_safeguard.server.packing import Packed
-from fp8_safeguard.server.slotlists import SlotList, in_order, load
-from fp8_safeguard.server.tables import run_slot_lists, samples
+from fp8_safeguard.server.slotlists import RunLists, SlotList, in_order, layers_of, of_run
+from fp8_safeguard.server.tables import samples
 
 # Legend: L slots of a list that are the layer's, C columns without the histogram, B histogram bins.
 SHOWN_METRICS = (*DERIVED_METRICS, *COLUMNS)
 FAR_LOOK_BACK = 512
 """Sampled steps searched for a slot that the newest ones lack: wgrads are recomputed in rotation over all layers."""
 _CHUNK = 64
-_FIRST_LISTS = 16
-"""A mixture of experts names another worst expert in each sample, so a run may have as many slot lists as samples; the
-first ones and those of the newest samples name every tensor."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Known:
-    """What the newest samples and the first slot lists of a run tell of its layers."""
+    """What the newest samples and the slot lists of a run tell of its layers."""
 
-    ordered: list[Slot]
-    """Their slots in model order."""
-    lists: dict[int, SlotList]
+    lists: RunLists
+    """Their slot lists, which also know the model's order."""
     steps: list[int]
     """The newest sampled steps, ascending."""
     rows: list[Row[Any]]
     """Their packed rows."""
 
-    @cached_property
-    def names(self) -> list[str]:
+    @property
+    def names(self) -> Sequence[str]:
         """Layers in model order."""
-        return list(dict.fromkeys(slot.layer for slot in self.ordered))
+        return layers_of(self.lists)
 
     def slots(self, layer: str) -> dict[Tensor, Slot]:
         """The layer's tensors in model order, each as the slot of the whole layer, as it was sent last."""
         sent_last = dict.fromkeys(row.slot_list_id for row in self.rows)
         sent = (slot for list_id in sent_last for slot in self.lists[list_id].slots)
         found: dict[Tensor, Slot] = {}
-        for slot in (*self.ordered, *sent):
+        for slot in (*in_order(self.lists), *sent):
             if slot.layer == layer and slot.variant is None:
                 found[tensor_of(slot)] = replace(slot, expert=None)
         return found
@@ -117,24 +111,10 @@ def _encode(name: str, value: float) -> Number:
 
 
 def load_known(conn: Connection, run_id: int) -> Known:
-    """Read the newest samples and the slot lists that name the run's layers."""
+    """Read the newest samples and the slot lists of a run."""
     steps = last_steps(conn, run_id, LOOK_BACK)
     rows = rows_at(conn, run_id, steps)
-    lists = lists_of(conn, run_id, {row.slot_list_id for row in rows})
-    return Known(ordered=in_order(lists), lists=lists, steps=steps, rows=rows)
-
-
-def lists_of(conn: Connection, run_id: int, wanted: Iterable[int]) -> dict[int, SlotList]:
-    """Some slot lists of a run by id, and its first ones."""
-    chosen = or_(run_slot_lists.c.position < _FIRST_LISTS, run_slot_lists.c.slot_list_id.in_(sorted(wanted)))
-    query = select(run_slot_lists.c.slot_list_id, run_slot_lists.c.indices).where(
-        run_slot_lists.c.run_id == run_id, chosen
-    )
-    found = conn.execute(query.order_by(run_slot_lists.c.position)).all()
-    return {
-        row.slot_list_id: SlotList(load(conn, row.slot_list_id), tuple(json.loads(row.indices)))
-        for row in found
-    }
+    return Known(lists=of_run(conn, run_id), steps=steps, rows=rows)
 
 
 def rows_at(conn: Connection, run_id: int, steps: Sequence[int]) -> list[Row[Any]]:
@@ -160,15 +140,11 @@ def newest_parts(conn: Connection, run_id: int, known: Known, layer: str) -> dic
     older = last_steps(conn, run_id, FAR_LOOK_BACK)[: -len(known.steps)] if wanted - found.keys() else []
     while older and wanted - found.keys():
         older, chunk = older[:-_CHUNK], older[-_CHUNK:]
-        rows = rows_at(conn, run_id, chunk)
-        lists = lists_of(conn, run_id, {row.slot_list_id for row in rows})
-        found = {**_newest(rows, lists, layer), **found}
+        found = {**_newest(rows_at(conn, run_id, chunk), known.lists, layer), **found}
     return found
 
 
-def _newest(
-    rows: Sequence[Row[Any]], lists: dict[int, SlotList], layer: str
-) -> dict[Tensor, tuple[int, Part]]:
+def _newest(rows: Sequence[Row[Any]], lists: RunLists, layer: str) -> dict[Tensor, tuple[int, Part]]:
     found: dict[Tensor, tuple[int, Part]] = {}
     for (tensor, step), part in merged_parts(rows, lists, layer).items():
         if not part.null[0] and step >= found.get(tensor, (-1, None))[0]:
@@ -176,9 +152,7 @@ def _newest(
     return found
 
 
-def merged_parts(
-    rows: Iterable[Row[Any]], lists: dict[int, SlotList], layer: str
-) -> dict[tuple[Tensor, int], Part]:
+def merged_parts(rows: Iterable[Row[Any]], lists: RunLists, layer: str) -> dict[tuple[Tensor, int], Part]:
     """Statistics of each tensor and step, merged over groups.
 
     In each group the layer's own slot counts, and its experts only without one: the own already holds them.

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from sqlalchemy import Connection, Row
+from sqlalchemy import Connection, Row, select
 
 from fp8_safeguard.monitor.metrics import HISTOGRAM, HISTOGRAM_BINS, derive, metric_needs, undefined
 from fp8_safeguard.monitor.slots import Slot
@@ -101,6 +101,15 @@ class Grid:
         for bundle in bundles:
             self._by_group.setdefault(bundle.rows[0].group, []).append((bundle, bundle.packed()))
         self._columns: dict[str, tuple[NDArray[np.float64], NDArray[np.bool_]]] = {}
+
+    @classmethod
+    def of_rows(cls, conn: Connection, run_id: int, selection: Selection, rows: Sequence[Row[Any]]) -> "Grid":
+        """The selected tensors of some rows of a run, one attempt a step; tensors come in slot order."""
+        lists = slotlists.of_run(conn, run_id)
+        tensors = _in_order(lists.order, selection)
+        steps = np.array(sorted({row.step for row in rows}), dtype=np.int64)
+        number = {tensor: place for place, tensor in enumerate(tensors)}
+        return cls(tensors, steps, _bundles(rows, steps, lists, number, selection))
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -217,18 +226,24 @@ def load_grid(
 
     Tensors come in slot order; steps are all sampled ones of the range, ascending.
     """
-    lists = slotlists.of_run(conn, run_id)
-    tensors = _in_order(lists, selection)
-    wanted = [samples.c.slot_list_id, samples.c.columns, samples.c.histograms]
-    rows = visible_rows(conn, run_id, wanted, from_step=from_step, to_step=to_step)
-    steps = np.array(sorted({row.step for row in rows}), dtype=np.int64)
-    number = {tensor: place for place, tensor in enumerate(tensors)}
-    return Grid(tensors, steps, _bundles(rows, steps, lists, number, selection))
+    rows = visible_rows(conn, run_id, _wanted(), from_step=from_step, to_step=to_step)
+    return Grid.of_rows(conn, run_id, selection, rows)
 
 
-def layer_order(lists: dict[int, slotlists.SlotList]) -> list[str]:
+def load_rows(conn: Connection, attempt_id: int, steps: Sequence[int]) -> list[Row[Any]]:
+    """What a grid is made of, at some steps of one attempt."""
+    query = select(samples.c.step, samples.c.group, samples.c.part, *_wanted())
+    mine = samples.c.attempt_id == attempt_id, samples.c.step.in_(steps)
+    return list(conn.execute(query.where(*mine).order_by(samples.c.step, samples.c.group, samples.c.part)))
+
+
+def _wanted() -> list[Any]:
+    return [samples.c.slot_list_id, samples.c.columns, samples.c.histograms]
+
+
+def layer_order(lists: slotlists.RunLists) -> list[str]:
     """Layer names by slot index."""
-    return list(dict.fromkeys(tensor.layer for tensor in _in_order(lists, None)))
+    return list(dict.fromkeys(tensor.layer for tensor in _in_order(lists.order, None)))
 
 
 class _Chosen(NamedTuple):
@@ -266,22 +281,23 @@ def _chosen(listed: _Same, selection: Selection | None) -> tuple[_Chosen, ...]:
     )
 
 
-def _in_order(lists: dict[int, slotlists.SlotList], selection: Selection | None) -> list[Tensor]:
+@lru_cache(maxsize=256)
+def _in_order(order: slotlists.SlotOrder, selection: Selection | None) -> tuple[Tensor, ...]:
     """The selected tensors by their index in the model; of equal indices the first seen comes first."""
     first: dict[Tensor, int] = {}
-    for held in lists.values():
-        for place, tensor, _ in _chosen(_Same(held.slots), selection):
-            index = held.indices[place]
+    for slot, index, *_ in order.places.values():
+        if selection is None or selection.has(slot):
+            tensor = tensor_of(slot)
             if index < first.get(tensor, index + 1):
                 first[tensor] = index
     # Sorting is stable, but a tensor that came late with a lower index stands where it came first.
-    return sorted(first, key=lambda tensor: first[tensor])
+    return tuple(sorted(first, key=first.__getitem__))
 
 
 def _bundles(
-    rows: list[Row[Any]],
+    rows: Sequence[Row[Any]],
     steps: NDArray[np.int64],
-    lists: dict[int, slotlists.SlotList],
+    lists: slotlists.RunLists,
     number: dict[Tensor, int],
     selection: Selection,
 ) -> list[_Bundle]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from sqlalchemy import Connection, Row, select
+from sqlalchemy import Connection, Row, func, select
 
 from fp8_safeguard.monitor.slots import Slot
 from fp8_safeguard.monitor.wire import (
@@ -61,8 +61,7 @@ def _parse_all(store: Store, bodies: Sequence[Any]) -> list[Sample | Problem]:
 
     def known_slots(digest: str) -> tuple[Slot, ...] | None:
         if digest not in known:
-            with store.read() as conn:
-                found = slotlists.find(conn, digest)
+            found = _accepted_before(store, digest)
             if found is None:
                 return None
             known[digest] = found
@@ -84,6 +83,17 @@ def _parse_all(store: Store, bodies: Sequence[Any]) -> list[Sample | Problem]:
             known[sample.slots_id] = sample.slots
             parsed.append(sample)
     return parsed
+
+
+def _accepted_before(store: Store, digest: str) -> tuple[Slot, ...] | None:
+    """The slots that were once accepted under a digest: it always means the same, so it need not be looked up again."""
+    found = store.accepted_slots.get(digest)
+    if found is None:
+        with store.read() as conn:
+            found = slotlists.find(conn, digest)
+        if found is not None:
+            store.accepted_slots.put(digest, found)
+    return found
 
 
 def _wire_problem(error: WireError) -> Problem:
@@ -178,11 +188,15 @@ def _ensure_run(conn: Connection, run: str, sample: Sample, now: float) -> Row[A
 
 
 def _ensure_attempt(conn: Connection, run: Row[Any], sample: Sample, now: float) -> Row[Any]:
-    """The attempt's row, new with its first sample.
+    """The attempt's row, new with its first sample, and whether it is the run's `newest`.
 
     Raises Problem 409 where the attempt was announced differently before.
     """
-    query = select(attempts).where(attempts.c.run_id == run.id, attempts.c.name == sample.attempt.id)
+    of_run = attempts.alias()
+    latest = select(func.max(of_run.c.id)).where(of_run.c.run_id == run.id).scalar_subquery()
+    query = select(attempts, (attempts.c.id == latest).label("newest")).where(
+        attempts.c.run_id == run.id, attempts.c.name == sample.attempt.id
+    )
     found = conn.execute(query).one_or_none()
     if found is None:
         conn.execute(

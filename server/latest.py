@@ -13,7 +13,7 @@ from fp8_safeguard.monitor.slots import Slot
 from fp8_safeguard.monitor.thresholds import get_preset, thresholds_for
 from fp8_safeguard.server.branch import last_steps, visible_rows
 from fp8_safeguard.server.grid import Grid, Selection, Tensor, load_grid, tensor_of
-from fp8_safeguard.server.slotlists import SlotList, in_order, of_run
+from fp8_safeguard.server.slotlists import RunLists, in_order, of_run
 from fp8_safeguard.server.tables import samples
 
 LOOK_BACK = 32
@@ -79,7 +79,7 @@ def load_latest(conn: Connection, run: Row[Any], upto: int | None = None) -> Lat
 
 
 def _as_sent_last(
-    conn: Connection, run_id: int, span: tuple[int, int], lists: dict[int, SlotList]
+    conn: Connection, run_id: int, span: tuple[int, int], lists: RunLists
 ) -> dict[Tensor, Slot]:
     """Slots as their newest sample names them: whether a result is emulated, and its format, change with the plan."""
     rows = visible_rows(conn, run_id, [samples.c.slot_list_id], from_step=span[0], to_step=span[1])

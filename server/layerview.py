@@ -1,5 +1,6 @@
 """The layers of a run with their state, worst reading and precision."""
 
+import json
 from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,7 @@ from fp8_safeguard.monitor.budget import fallbacks
 from fp8_safeguard.monitor.plan import Plan
 from fp8_safeguard.monitor.precision import BF16, FP8, precisions_of
 from fp8_safeguard.monitor.slots import GEMMS
-from fp8_safeguard.server.alertlog import unresolved
+from fp8_safeguard.server.alertlog import standing_of, unresolved
 from fp8_safeguard.server.answers import encode_float
 from fp8_safeguard.server.audit import plan_from
 from fp8_safeguard.server.branch import last_steps
@@ -70,7 +71,7 @@ def layer_rows(
     plan = plan_from(row)
     precision = precision_of(latest, plan)
     fallen = {layer for layer, _ in fallbacks(plan)}
-    standings = _standings(conn, row)
+    standings = _standings(conn, row, plan)
     sampled = _sampled_layers(latest)
     ever = layers_of(of_run(conn, row.id))
     rows = []
@@ -79,7 +80,10 @@ def layer_rows(
         item = {
             "layer": layer,
             "state": layer_state(
-                sampled=layer in sampled, fallen=layer in fallen, standings=standings.get(layer, ())
+                sampled=layer in sampled,
+                judged=reading is not None,
+                fallen=layer in fallen,
+                standings=standings.get(layer, ()),
             ),
             "worst": None if reading is None else _worst(reading),
             "precision": precision.get(layer, dict.fromkeys(GEMMS, FP8)),
@@ -96,10 +100,11 @@ def _sampled_layers(latest: Latest) -> frozenset[str]:
     )
 
 
-def layer_state(*, sampled: bool, fallen: bool, standings: Collection[str]) -> str:
-    """One of LAYER_STATES. standings: severities of open alerts, and `held` where one is held.
+def layer_state(*, sampled: bool, judged: bool, fallen: bool, standings: Collection[str]) -> str:
+    """One of LAYER_STATES. standings: what `standing_of` says of its alerts.
 
-    Trouble that nothing holds comes first; what only would be trouble in FP8 is worth watching.
+    Trouble that nothing holds comes first; what only would be trouble in FP8 is worth watching. Nobody knows how a layer is of
+    which nothing was there to be judged (judged: a value that has a threshold), such as an expert without a token.
     """
     if not sampled:
         return "stale"
@@ -107,7 +112,9 @@ def layer_state(*, sampled: bool, fallen: bool, standings: Collection[str]) -> s
         return "unstable"
     if fallen:
         return "fallback"
-    return "watch" if standings else "healthy"
+    if standings:
+        return "watch"
+    return "healthy" if judged else "unknown"
 
 
 def precision_of(latest: Latest, plan: Plan) -> dict[str, dict[str, str | None]]:
@@ -126,11 +133,12 @@ def precision_of(latest: Latest, plan: Plan) -> dict[str, dict[str, str | None]]
     return found
 
 
-def _standings(conn: Connection, row: Row[Any]) -> dict[str, set[str]]:
+def _standings(conn: Connection, row: Row[Any], plan: Plan) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for alert in unresolved(conn, row.id):
         if alert.layer is not None:
-            found.setdefault(alert.layer, set()).add(alert.severity if alert.state == "open" else "held")
+            standing = standing_of(json.loads(alert.body), alert.state, plan)
+            found.setdefault(alert.layer, set()).add(standing)
     return found
 
 

@@ -19,9 +19,10 @@ _POSTGRES_LOCK = 0x0F85AFE
 def upgrade(store: Store) -> str:
     """Run the missing migrations in one transaction, one process at a time; return the revision.
 
-    Raises StoreError for tables that no migration of ours made, or a newer schema than this version knows.
+    Raises StoreError for a database that cannot be used, for tables that no migration of ours made, or a newer schema than
+    this version knows.
     """
-    with store.write() as conn:
+    with store.opening(), store.write() as conn:
         if conn.dialect.name == "postgresql":
             conn.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _POSTGRES_LOCK})
         config = migration_config(conn)

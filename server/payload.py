@@ -8,7 +8,8 @@ from typing import Any
 import msgpack
 import zstandard
 
-from fp8_safeguard.server.problems import Problem, short
+from fp8_safeguard.monitor.quoting import quoted
+from fp8_safeguard.server.problems import Problem
 
 _JSON_TYPES = frozenset({"application/json"})
 _MSGPACK_TYPES = frozenset({"application/msgpack", "application/x-msgpack", "application/vnd.msgpack"})
@@ -156,7 +157,7 @@ def _refuse_repeated(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for place, name in enumerate(names) if name in names[:place])
-        raise ValueError(f"the name {short(twice)} stands twice in one object")
+        raise ValueError(f"the name {quoted(twice)} stands twice in one object")
     return found
 
 

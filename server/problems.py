@@ -65,12 +65,6 @@ def busy() -> Problem:
     return Problem(503, "unavailable", detail, headers={"Retry-After": "1"})
 
 
-def short(value: Any, most: int = 200) -> str:
-    """A value as an error may quote it, whatever its size."""
-    text = repr(value if not isinstance(value, str) else value[:most])
-    return text if len(text) <= most + 2 else f"{text[:most]}..."
-
-
 _METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
 _LONGEST_MESSAGE = 500
 _TYPE_OF_STATUS = {
@@ -134,9 +128,20 @@ async def _on_validation(request: Request, error: Exception) -> ProblemResponse:
     if broken is not None:
         detail = f"the body is not JSON: {broken.get('ctx', {}).get('error', broken['msg'])}"
         return respond(Problem(400, "bad-request", detail), request)
+    if _is_no_json(request) and any(tuple(fault["loc"]) == ("body",) for fault in faults):
+        detail = "the body was not read: send it as Content-Type application/json"
+        accepted = {"Accept": "application/json"}
+        return respond(Problem(415, "unsupported-media-type", detail, headers=accepted), request)
     errors = [(_pointer(tuple(fault["loc"])), str(fault["msg"])) for fault in faults]
     detail = "; ".join(f"{pointer or 'body'}: {message}" for pointer, message in errors)
     return respond(invalid(detail, errors), request)
+
+
+def _is_no_json(request: Request) -> bool:
+    """Whether there is a body that is said to be something else, or of which nothing is said."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    some = request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers
+    return some and kind != "application/json"
 
 
 async def _on_database_error(request: Request, error: Exception) -> ProblemResponse:

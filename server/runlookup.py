@@ -7,7 +7,7 @@ from sqlalchemy import Connection, Row, select
 from fp8_safeguard.monitor.slots import GEMMS, LAYOUTS, OPERANDS
 from fp8_safeguard.server.grid import Selection
 from fp8_safeguard.server.problems import invalid, not_found
-from fp8_safeguard.server.slotlists import layers_of, of_run
+from fp8_safeguard.server.slotlists import in_order, layers_of, of_run
 from fp8_safeguard.server.tables import runs
 
 
@@ -34,7 +34,7 @@ def check_selection(conn: Connection, run: Row[Any], selection: Selection) -> No
     lists = of_run(conn, run.id)
     if selection.layer is not None and selection.layer not in layers_of(lists):
         raise not_found("layer-not-found", f"run {run.name!r} has no layer {selection.layer!r}")
-    if not any(selection.has(slot) for held in lists.values() for slot in held.slots):
+    if not any(selection.has(slot) for slot in in_order(lists)):
         raise not_found("slot-not-found", f"run {run.name!r} has no slot with {_in_words(selection)}")
 
 

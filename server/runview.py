@@ -2,12 +2,14 @@
 
 import json
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any
 
 from sqlalchemy import Connection, Row, func, select
 
-from fp8_safeguard.server.alertlog import count_alerts, is_silenced, unresolved
+from fp8_safeguard.monitor.budget import fallbacks
+from fp8_safeguard.server.alertlog import count_alerts, is_silenced, standing_of, unresolved
+from fp8_safeguard.server.answers import rfc3339
+from fp8_safeguard.server.audit import plan_from
 from fp8_safeguard.server.branch import Segment, live_branch, segment_rows
 from fp8_safeguard.server.paging import DEFAULT_PAGE, decode_token, encode_token
 from fp8_safeguard.server.runlookup import find_run
@@ -23,9 +25,9 @@ class Health:
     """What the open alerts and the plan say about a run."""
 
     worst_alert: dict[str, Any] | None
-    """The one to look at first; of what is only held, none."""
+    """The one to look at first; of what the plan covers, none."""
     severities: frozenset[str]
-    """Of open alerts, the silenced ones among them: silence heals nothing."""
+    """Of alerts that nothing covers, the silenced ones among them: silence heals nothing."""
     fallbacks: int
     """Layers with a GEMM in BF16 by the plan."""
     what_if: dict[str, Any] | None
@@ -80,20 +82,19 @@ def health_of(conn: Connection, row: Row[Any]) -> Health:
     """Open alerts and fallbacks of a run."""
     now = freshness_of(conn)[0]
     found = unresolved(conn, row.id)
-    open_alerts = [alert for alert in found if alert.state == "open"]
+    plan = plan_from(row)
+    bodies = {alert.id: json.loads(alert.body) for alert in found}
+    held = {alert.id for alert in found if standing_of(bodies[alert.id], alert.state, plan) == "held"}
+    open_alerts = [alert for alert in found if alert.id not in held]
     # "act" sorts before "watch"; among equals the oldest is the cause to look at first.
     ranked = sorted(open_alerts, key=lambda alert: (is_silenced(alert.silenced_until, now), alert.severity))
-    held = [json.loads(alert.body) for alert in found if alert.state == "held"]
+    what_ifs = (bodies[alert.id] for alert in found if alert.id in held and bodies[alert.id].get("what_if"))
     return Health(
-        worst_alert=json.loads(ranked[0].body) if ranked else None,
+        worst_alert=bodies[ranked[0].id] if ranked else None,
         severities=frozenset(alert.severity for alert in open_alerts),
-        fallbacks=len(_fallen(row.plan)),
-        what_if=next((body for body in held if body.get("what_if")), None),
+        fallbacks=len({layer for layer, _ in fallbacks(plan)}),
+        what_if=next(what_ifs, None),
     )
-
-
-def _fallen(plan: str) -> set[str]:
-    return {entry["layer"] for entry in json.loads(plan) if entry["action"] == "bf16_fallback"}
 
 
 def attempts_of(conn: Connection, run: str) -> dict[str, Any]:
@@ -131,13 +132,6 @@ def attempts_of(conn: Connection, run: str) -> dict[str, Any]:
         for attempt in found
     ]
     return {"items": items, "next_page_token": None}
-
-
-def rfc3339(seconds: float | None) -> str | None:
-    """A time for people and programs, in UTC."""
-    if seconds is None:
-        return None
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def detail_of(conn: Connection, row: Row[Any]) -> dict[str, Any]:

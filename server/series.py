@@ -13,10 +13,11 @@ from fp8_safeguard.monitor.thresholds import get_preset, thresholds_for
 from fp8_safeguard.server.answers import encode_array
 from fp8_safeguard.server.branch import visible_rows
 from fp8_safeguard.server.grid import GRADIENT_DISTORTION, Selection, load_grid
-from fp8_safeguard.server.heatmap import by_layer, metric_name
+from fp8_safeguard.server.heatmap import metric_name
 from fp8_safeguard.server.problems import invalid, not_found
 from fp8_safeguard.server.runlookup import check_selection, find_run
 from fp8_safeguard.server.slotlists import in_order, of_run
+from fp8_safeguard.server.stepvalues import by_layer
 from fp8_safeguard.server.tables import samples
 from fp8_safeguard.server.worst import Measured, column_width, reduce_rows
 

@@ -10,13 +10,18 @@ from typing import Any
 
 from sqlalchemy import Connection, Engine, create_engine, event, func, select
 from sqlalchemy.engine import URL, make_url
+from sqlalchemy.exc import ArgumentError, DatabaseError, OperationalError
 
+from fp8_safeguard.monitor.slots import Slot
+from fp8_safeguard.server.recent import Recent
 from fp8_safeguard.server.settings import Settings
 
 # PostgreSQL's advisory locks are named by two numbers; any do, as long as every process uses the same.
 _LOCK_SPACE, _RUN_SPACE = 0x0F85AFE, 0x0F85AFF
 _ALL_RUNS, _SLOT_LISTS = 0, 1
 _CONNECT_SECONDS = 10
+_KEPT_SLOT_LISTS = 256
+_EXAMPLES = "for example sqlite:///fp8-safeguard.db or postgresql://user@host/name"
 
 
 class StoreError(ValueError):
@@ -32,6 +37,8 @@ class Store:
 
     def __init__(self, engine: Engine, busy_timeout_seconds: float = 30.0) -> None:
         self.engine = engine
+        self.accepted_slots: Recent[str, tuple[Slot, ...]] = Recent(_KEPT_SLOT_LISTS)
+        """Slot lists by the digest under which one was accepted."""
         self._busy_timeout_seconds = busy_timeout_seconds
         self._one_writer = engine.dialect.name == "sqlite"
         # SQLite's own waiting is a sleep with back-off, unfair among threads; a lock queues them.
@@ -61,6 +68,17 @@ class Store:
                 yield writing
 
     @contextmanager
+    def opening(self) -> Iterator[None]:
+        """Around the first use of a store. Raises StoreError, which names its address, where the database cannot be used."""
+        try:
+            yield
+        except DatabaseError as error:
+            # Its other kinds speak of a statement, which is ours; a file of something else has no kind of its own.
+            if type(error) not in (OperationalError, DatabaseError):
+                raise
+            raise StoreError(_unusable(self.engine.url, error)) from error
+
+    @contextmanager
     def _writing_alone(self) -> Iterator[None]:
         if not self._one_writer:
             yield
@@ -86,9 +104,9 @@ def freshness_of(conn: Connection) -> tuple[float, float]:
 def open_store(settings: Settings, clock: Callable[[], float] = time.time) -> Store:
     """Create the engine; nothing is read or written until it is used.
 
-    Raises StoreError for a database that threads cannot share.
+    Raises StoreError for an address that is none, and for a database that threads cannot share.
     """
-    url = make_url(settings.database_url)
+    url = database_url_of(settings.database_url)
     # Every connection knows them, so that a query needs nothing but its connection.
     options = {"fp8_safeguard_clock": clock, "fp8_safeguard_stale_seconds": settings.run_stale_seconds}
     if url.get_backend_name() == "sqlite":
@@ -109,6 +127,36 @@ def open_store(settings: Settings, clock: Callable[[], float] = time.time) -> St
         event.listen(engine, "connect", _prepare_sqlite_connection)
         event.listen(engine, "begin", _begin_sqlite)
     return Store(engine, settings.busy_timeout_seconds)
+
+
+def database_url_of(text: str) -> URL:
+    """The address of a database; `postgresql://` means the driver that is installed with this package.
+
+    Raises StoreError.
+    """
+    try:
+        url = make_url(text)
+    except ArgumentError as error:
+        # It may be anything, a password among it, so it is not quoted.
+        raise StoreError(f"the address of the database is no URL; {_EXAMPLES}") from error
+    backend, _, driver = url.drivername.partition("+")
+    if backend not in ("sqlite", "postgresql", "postgres"):
+        raise StoreError(f"a database {backend}:// is not supported; {_EXAMPLES}")
+    if backend == "sqlite" or driver:
+        return url
+    return url.set(drivername="postgresql+psycopg")
+
+
+def _unusable(url: URL, error: DatabaseError) -> str:
+    """Why a database cannot be used, without its password, which may also stand in the URL's query."""
+    known = {name: value for name, value in url.query.items() if name in ("host", "port")}
+    reason = str(error.orig).strip().splitlines()[0]
+    if url.get_backend_name() == "sqlite":
+        advice = "check that it is a database, that this user may write it and its folder, and that the disk is not full"
+    else:
+        advice = "check that PostgreSQL runs there and lets this user in, or give another FP8_SAFEGUARD_DATABASE_URL"
+    shown = url.set(query=known).render_as_string()
+    return f"the database {shown} cannot be used: {reason}; {advice}"
 
 
 def _postgresql_arguments(settings: Settings) -> dict[str, Any]:

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from sqlalchemy import Connection, Row, inspect, select
-from sqlalchemy.engine import make_url
 from sqlalchemy.exc import OperationalError
 
 from fp8_safeguard.server.answers import strict_dumps
 from fp8_safeguard.server.settings import SCOPES, Settings
-from fp8_safeguard.server.store import Store, StoreBusyError, freshness_of, open_store
+from fp8_safeguard.server.store import Store, StoreBusyError, database_url_of, freshness_of, open_store
 from fp8_safeguard.server.tables import tokens
 
 SECRET_PREFIX = "fp8s_"
@@ -112,13 +111,16 @@ def has_tokens(conn: Connection) -> bool:
 
 
 def stored_token(settings: Settings, clock: Callable[[], float]) -> bool:
-    """Whether the store of these settings holds a token that opens anything; looking makes no store."""
-    url = make_url(settings.database_url)
+    """Whether the store of these settings holds a token that opens anything; looking makes no store.
+
+    Raises StoreError for a database that cannot be used.
+    """
+    url = database_url_of(settings.database_url)
     if url.get_backend_name() == "sqlite" and not (url.database and Path(url.database).exists()):
         return False
     store = open_store(settings, clock)
     try:
-        with store.read() as conn:
+        with store.opening(), store.read() as conn:
             if not inspect(conn).has_table(tokens.name):
                 return False
             now = freshness_of(conn)[0]

@@ -5,12 +5,13 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Depends, Request
 
+from fp8_safeguard.monitor.quoting import quoted
 from fp8_safeguard.server import control, query
 from fp8_safeguard.server.answers import StrictJSONResponse
 from fp8_safeguard.server.auth import caller_of, require
 from fp8_safeguard.server.context import Context, InContext, Reading
 from fp8_safeguard.server.paging import DEFAULT_PAGE
-from fp8_safeguard.server.problems import invalid, short
+from fp8_safeguard.server.problems import invalid
 from fp8_safeguard.server.routes.runs import PageSize
 
 router = APIRouter(tags=["control"])
@@ -23,7 +24,7 @@ def actor_of(request: Request, body: Annotated[dict[str, Any] | None, Body()] = 
     """Who does it, from an optional `{"by": "name"}`; else the token's name, if it has one."""
     named = (body or {}).get("by", caller_of(request).name or control.PERSON)
     if not isinstance(named, str) or not named.isprintable() or not 0 < len(named) <= _LONGEST_NAME:
-        message = f"by is a printable name of 1 to {_LONGEST_NAME} characters, not {short(named)}"
+        message = f"by is a printable name of 1 to {_LONGEST_NAME} characters, not {quoted(named)}"
         raise invalid(message, [("/by", message)])
     return named
 

@@ -11,7 +11,7 @@ from sqlalchemy import Connection
 from fp8_safeguard.dashboards import metrics
 from fp8_safeguard.dashboards.figures import (
     HeatmapInputError,
-    heatmap_figure,
+    heatmap_json,
     loss_figure,
     timeline_figure,
 )
@@ -63,7 +63,7 @@ def heatmap(
             conn, run, metric=metric, from_step=from_step, to_step=to_step, max_cols=max_cols, **place
         )
         part = cut_heatmap(answer, contains=q, worst_first=order == "worst")
-        figure = heatmap_figure(
+        figure = heatmap_json(
             part.values,
             part.layers,
             part.steps,
@@ -79,7 +79,7 @@ def heatmap(
     except (HeatmapInputError, UnknownSlotError) as error:
         raise invalid(str(error)) from error
     shown = metrics.metric_view(metric)
-    figure.layout.meta = {
+    figure["layout"]["meta"] = {
         "label": shown.label,
         "unit": "%" if shown.percent else "dB" if shown.unit == "dB" else "",
         "first_step": detail["first_step"],
@@ -132,7 +132,7 @@ def loss(request: Request, conn: Reading, run: str, theme: ThemeName = "light") 
     norms = dict(zip(*curves["gradient_norm"], strict=True))
     steps, losses = curves["loss"]
     figure = loss_figure(steps, losses, gradient_norms=[norms.get(step) for step in steps], theme=theme)
-    return _answer(request, figure)
+    return _answer(request, figure.to_plotly_json())
 
 
 @router.get("/runs/{run}/figures/timeline")
@@ -146,7 +146,7 @@ def timeline(request: Request, conn: Reading, run: str, theme: ThemeName = "ligh
         ended=detail["state"] == "ended",
         theme=theme,
     )
-    return _answer(request, figure)
+    return _answer(request, figure.to_plotly_json())
 
 
 def _run_series(conn: Connection, run: str, metric: str) -> tuple[list[int], list[Any]]:
@@ -154,8 +154,8 @@ def _run_series(conn: Connection, run: str, metric: str) -> tuple[list[int], lis
     return data["steps"], data["values"]
 
 
-def _answer(request: Request, figure: Any) -> Response:
-    body = strict_dumps(figure.to_plotly_json()).encode()
+def _answer(request: Request, figure: dict[str, Any]) -> Response:
+    body = strict_dumps(figure).encode()
     headers = {"Cache-Control": "no-store", "Vary": "Accept-Encoding"}
     if accepts_gzip(request) and len(body) > COMPRESS_BYTES:
         # Level 1: the figure is read once, and the time is taken from a training step's machine.

@@ -14,6 +14,7 @@ from typing import Any
 import httpx2
 import psycopg
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
 from fp8_safeguard.server.app import create_app
@@ -98,6 +99,65 @@ def documents() -> Documents:
 @pytest.fixture
 def clock() -> Clock:
     return Clock()
+
+
+Ill = dict[tuple[str, str], dict[str, Any]]
+UNDERFLOW: Ill = {("blocks.0.mlp", "x row"): {"underflow": 700, "zeros": 700}}
+
+
+class Posts:
+    """Posts steps of an observed run of eight layers, and reads its alerts."""
+
+    def __init__(self, client: TestClient, documents: Documents, run: str = "demo") -> None:
+        self._client, self._documents = client, documents
+        self._url = f"/api/v1/runs/{run}"
+
+    def __call__(
+        self,
+        step: int,
+        ill: Ill | None = None,
+        *,
+        marks: Ill | None = None,
+        worst_expert: int | None = None,
+        **header: Any,
+    ) -> dict[str, Any]:
+        """The reply to a step, healthy but for what `ill` says of the values and `marks` of the slots."""
+        slots = self._documents.slots(8)
+        if worst_expert is not None:
+            slots += [{**slot, "expert": worst_expert} for slot in slots if slot["layer"] == "blocks.0.mlp"]
+        named = [(slot["layer"], slot.get("gemm") or f"{slot['operand']} {slot['layout']}") for slot in slots]
+        pairs = list(zip(slots, named, strict=True))
+        values = [self._documents.values(slot, **(ill or {}).get(name, {})) for slot, name in pairs]
+        for slot, name in pairs:
+            slot.update((marks or {}).get(name, {}))
+        sample = self._documents.sample(step, slots, values, **header)
+        answer = self._client.post(f"{self._url}/samples", json=sample)
+        assert answer.status_code == 200, answer.text
+        reply: dict[str, Any] = answer.json()
+        return reply
+
+    def breach(self, *steps: int, ill: Ill = UNDERFLOW, **header: Any) -> list[int]:
+        """Ids that these steps raised, one list for all."""
+        return [alert["id"] for step in steps for alert in self(step, ill, **header)["alerts"]]
+
+    def alerts(self, **filters: str) -> list[dict[str, Any]]:
+        listed: list[dict[str, Any]] = self._client.get(f"{self._url}/alerts", params=filters).json()["items"]
+        return listed
+
+    def one(self) -> dict[str, Any]:
+        """The only alert there is."""
+        (item,) = self.alerts()
+        return item
+
+    def active(self) -> dict[tuple[str, str], float]:
+        """alerts_active by rule and severity."""
+        families = text_string_to_metric_families(self._client.get("/metrics").text)
+        return {
+            (sample.labels["rule"], sample.labels["severity"]): sample.value
+            for family in families
+            if family.name == "fp8_safeguard_alerts_active"
+            for sample in family.samples
+        }
 
 
 class Postgres:
@@ -185,6 +245,11 @@ def make_client(settings: Settings, clock: Clock) -> Iterator[Callable[..., Test
 @pytest.fixture
 def client(make_client: Callable[..., TestClient]) -> TestClient:
     return make_client()
+
+
+@pytest.fixture
+def post(client: TestClient, documents: Documents) -> Posts:
+    return Posts(client, documents)
 
 
 @pytest.fixture

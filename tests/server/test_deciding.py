@@ -344,7 +344,7 @@ def test_a_rewind_forgets_what_the_abandoned_steps_taught(client: TestClient, po
         post(step)
     for step in range(6, 12):
         post(step, error=0.5)
-    assert client.get(f"{API}/alerts", params={"state": "held"}).json()["items"]
+    assert client.get(f"{API}/alerts", params={"state": "open"}).json()["items"]
     post(6, attempt={"id": "1", "parent": "0", "from_step": 6})
     (alert,) = client.get(f"{API}/alerts").json()["items"]
     assert (alert["state"], alert["resolved_by"]) == ("resolved", None)

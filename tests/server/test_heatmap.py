@@ -176,7 +176,7 @@ def test_heatmaps_and_series_equal_the_brute_force(
 ) -> None:
     if part_steps is not None:
         # A long run is read in parts; how many there are must not show.
-        monkeypatch.setattr("fp8_safeguard.server.heatmap.PART_STEPS", part_steps)
+        monkeypatch.setattr("fp8_safeguard.server.stepvalues.PART_STEPS", part_steps)
     posted = random_samples(documents, seed)
     order = [sample for samples in posted.values() for sample in samples]
     random.Random(seed).shuffle(order)

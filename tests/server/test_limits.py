@@ -24,14 +24,19 @@ class Sender:
         self._status = Path(f"/proc/{serving.process.pid}/status")
 
     def __call__(
-        self, body: bytes | Iterator[bytes], kind: str = "application/json", **headers: str
+        self,
+        body: bytes | Iterator[bytes],
+        kind: str = "application/json",
+        *,
+        to: tuple[str, str] = ("POST", PATH),
+        **headers: str,
     ) -> tuple[int, Any]:
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         connection = http.client.HTTPConnection(self._host, timeout=60)
         chunked = not isinstance(body, bytes)
         # A server that has seen enough answers and hangs up before the body has ended.
         with suppress(BrokenPipeError, ConnectionResetError):
-            connection.request("POST", PATH, body, {"Content-Type": kind, **named}, encode_chunked=chunked)
+            connection.request(*to, body, {"Content-Type": kind, **named}, encode_chunked=chunked)
         answer = connection.getresponse()
         status, content = answer.status, json.loads(answer.read())
         assert (answer.headers["Content-Type"] == "application/problem+json") == (status != 200)
@@ -125,3 +130,36 @@ def test_a_body_of_more_values_than_memory_should_hold_is_413(send: Sender, kind
         body = b"\xdd" + many.to_bytes(4, "big") + b"\x90" * many
     status, problem = send(zstandard.compress(body), f"application/{kind}", Content_Encoding="zstd")
     assert (status, problem["type"]) == (413, "body-too-large")
+
+
+CONTROLS = (
+    ("PATCH", "/api/v1/runs/demo"),
+    ("PATCH", "/api/v1/runs/samples"),
+    ("PUT", "/api/v1/runs/demo/pins"),
+    ("DELETE", "/api/v1/runs/demo/pins"),
+    ("POST", "/api/v1/alerts/1:silence"),
+    ("POST", "/api/v1/decisions/demo-1:approve"),
+    ("POST", "/api/v1/runs/demo:end"),
+)
+
+
+@pytest.mark.parametrize("to", CONTROLS, ids=" ".join)
+@pytest.mark.parametrize("chunked", [False, True])
+def test_b69_what_is_no_sample_may_not_be_large_either(
+    send: Sender, to: tuple[str, str], chunked: bool
+) -> None:
+    before = send.peak_bytes()
+    whole = b'{"mode": "' + b"x" * 50_000_000 + b'"}'
+    parts = (whole[start : start + 2**16] for start in range(0, len(whole), 2**16))
+    status, problem = send(parts if chunked else whole, to=to)
+    assert (status, problem["type"]) == (413, "body-too-large")
+    assert send.peak_bytes() - before < 20_000_000
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
+def test_a_body_that_is_said_to_be_no_json_is_415(send: Sender, kind: str) -> None:
+    status, problem = send(b'{"mode": "advise"}', kind, to=("PATCH", "/api/v1/runs/demo"))
+    assert (status, problem["type"]) == (415, "unsupported-media-type")
+    assert "application/json" in problem["detail"]
+    # Where there is none, nothing was said wrongly.
+    assert send(b"", kind, to=("PATCH", "/api/v1/runs/demo"))[0] == 422

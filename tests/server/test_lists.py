@@ -92,6 +92,29 @@ def test_layers_are_ordered_and_searched(client: TestClient, documents: Any, ord
     assert client.get(url, params={"order_by": "odd"}).status_code == 422
 
 
+def test_b104_a_layer_of_which_nothing_could_be_judged_is_unknown_not_healthy(
+    client: TestClient, documents: Any
+) -> None:
+    """An expert without a token, say: every ratio is 0 / 0."""
+    slots = documents.slots(2)
+    empty = {name: 0 for name, value in documents.values(slots[0]).items() if not isinstance(value, list)}
+    values = [documents.values(slot, **(empty if slot["layer"] == "blocks.1.mlp" else {})) for slot in slots]
+    for value in values[8:]:
+        value["tile_sqnr_hist"] = None
+    assert client.post(f"{API}/demo/samples", json=documents.sample(0, slots, values)).status_code == 200
+    listed = client.get(f"{API}/demo/layers", params={"order_by": "layer"}).json()["items"]
+    assert [item["state"] for item in listed] == ["healthy", "unknown"]
+    assert listed[1]["worst"] is None
+    named = client.get(f"{API}/demo/layers", params={"state": "unknown"}).json()["items"]
+    assert [item["layer"] for item in named] == ["blocks.1.mlp"]
+    document = client.get(f"{API}/demo/layer", params={"layer": "blocks.1.mlp"}).json()
+    assert (document["state"], document["worst"]) == ("unknown", None)
+    # It is sampled all the same, and healthy once it has something to show.
+    client.post(f"{API}/demo/samples", json=documents.sample(1, slots))
+    listed = client.get(f"{API}/demo/layers").json()["items"]
+    assert {item["state"] for item in listed} == {"healthy"}
+
+
 def test_a_layer_that_dropped_out_of_the_samples_is_stale(client: TestClient, documents: Any) -> None:
     client.post(f"{API}/demo/samples", json=documents.sample(0, documents.slots(3)))
     samples = [documents.sample(step, documents.slots(2)) for step in range(1, 41)]

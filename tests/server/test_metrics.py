@@ -103,9 +103,15 @@ def test_a_run_is_described_with_the_labels_of_the_contract(
     assert value(found, "run_last_report_timestamp_seconds", run="demo") == clock.now
     assert 0 < value(found, "run_fallback_budget_used_ratio", run="demo") < 1
     assert value(found, "decisions_total", run="demo", action="bf16_fallback", mode="enforce") == 1
-    # The fallback holds it: it is named, but not open.
+    assert value(found, "alerts_active", run="demo", rule="gemm-error", severity="act") == 1
+    # Once the client applies the fallback it is held: named, but not open.
+    in_force = {"plan_version": 1, "effective_step": 3}
+    client.post(
+        f"{API}/demo/samples", json=bad(2, run={"loss": 2.5, "gradient_norm": "Infinity"}, **in_force)
+    )
+    found = scrape(client)
     assert value(found, "alerts_active", run="demo", rule="gemm-error", severity="act") == 0
-    assert value(found, "ingest_samples_total") == 2
+    assert value(found, "ingest_samples_total") == 3
     states = {labels[1][1]: on for labels, on in found["run_health_state"].items()}
     assert states == {
         "healthy": 0,

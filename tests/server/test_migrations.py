@@ -1,5 +1,6 @@
 """The schema comes from migrations alone, and a store that they did not make is refused."""
 
+import socket
 import sqlite3
 import threading
 from pathlib import Path
@@ -228,8 +229,36 @@ def test_a_failed_migration_leaves_nothing_behind(store: Store, monkeypatch: pyt
         ("sqlite://", "in memory"),
         ("sqlite:///:memory:", "in memory"),
         ("sqlite:////no/such/folder/store.db", "does not exist"),
+        ("mysql://ada:secret@host/x", "^a database mysql:// is not supported; for example sqlite"),
+        ("ada:secret@host", "^the address of the database is no URL; for example sqlite"),
     ],
 )
 def test_a_store_that_threads_cannot_share_is_refused(url: str, message: str) -> None:
     with pytest.raises(StoreError, match=message):
         open_store(Settings(database_url=url))
+
+
+@pytest.mark.parametrize("scheme", ["postgresql", "postgres", "postgresql+psycopg"])
+def test_a_database_that_does_not_answer_is_named_without_its_password(
+    scheme: str, settings: Settings
+) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        port = closed.getsockname()[1]
+        url = f"{scheme}://ada:topsecret@127.0.0.1:{port}/x?application_name=topsecret"
+        for host in ("127.0.0.1", "0.0.0.0"):
+            with pytest.raises(StoreError) as refused:
+                create_app(settings.model_copy(update={"database_url": url, "host": host}))
+            told = str(refused.value)
+            assert "topsecret" not in told
+            assert "\n" not in told
+            assert f"postgresql+psycopg://ada:***@127.0.0.1:{port}/x cannot be used: " in told
+            assert told.endswith("or give another FP8_SAFEGUARD_DATABASE_URL")
+
+
+def test_a_file_that_is_no_database_is_named(tmp_path: Path) -> None:
+    (tmp_path / "folder.db").mkdir()
+    (tmp_path / "text.db").write_text("no database" * 1000)
+    for name, reason in (("folder", "unable to open"), ("text", "file is not a database")):
+        with pytest.raises(StoreError, match=rf"{name}\.db cannot be used: {reason}.*; check that"):
+            create_app(Settings(database_url=f"sqlite:///{tmp_path}/{name}.db"))
