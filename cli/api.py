@@ -91,6 +91,17 @@ class Api:
         """The JSON answer to POST /api/v1<path>; ApiError for a problem or no answer."""
         return self._ask("POST", path, json=dict(body))
 
+    def patch(self, path: str, body: Mapping[str, Any]) -> Any:
+        """The JSON answer to PATCH /api/v1<path>; ApiError for a problem or no answer."""
+        return self._ask("PATCH", path, json=dict(body))
+
+    def delete(self, path: str) -> None:
+        """DELETE /api/v1<path>; ApiError for a problem or no answer."""
+        with self._reaching():
+            answer = self._client.delete(f"/api/v1{path}")
+        if answer.status_code != 204:
+            raise self._problem(answer, "admin")
+
     def items(self, path: str, *, limit: int | None = None, **params: Any) -> list[Mapping[str, Any]]:
         """All items of a list, page after page; at most `limit`."""
         found: list[Mapping[str, Any]] = []

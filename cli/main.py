@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from fp8_safeguard.cli import act, options, read
+from fp8_safeguard.cli import act, manage, options, read
 from fp8_safeguard.cli.database import db
 from fp8_safeguard.cli.export import export
 from fp8_safeguard.cli.output import fail, print_json
@@ -48,6 +48,7 @@ for lister in (read.alerts, read.decisions):
 app.command(rich_help_panel=WATCHING)(export)
 app.add_typer(act.alert, name="alert", rich_help_panel=WATCHING)
 app.add_typer(act.decision, name="decision", rich_help_panel=WATCHING)
+app.add_typer(manage.run, name="run", rich_help_panel=WATCHING)
 app.command(rich_help_panel=SERVING)(serve)
 
 

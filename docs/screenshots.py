@@ -48,7 +48,7 @@ def main() -> None:
     """Serve a store, photograph its pages, and write docs/images."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--database", type=Path, help="a demo's database (by default a run is made up)")
-    parser.add_argument("--run", help="the run to show (by default the first with a decision)")
+    parser.add_argument("--run", help="the run to show (by default the newest with a decision in force)")
     arguments = parser.parse_args()
     IMAGES.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
@@ -72,9 +72,10 @@ def _service(store: Path) -> Any:
 def _decided_run(url: str) -> str:
     runs = httpx2.get(f"{url}/api/v1/runs").json()["items"]
     for run in runs:
-        if httpx2.get(f"{url}/api/v1/runs/{run['id']}/decisions").json()["items"]:
+        made = httpx2.get(f"{url}/api/v1/runs/{run['id']}/decisions").json()["items"]
+        if any(decision["state"] == "applied" for decision in made):
             return str(run["id"])
-    raise SystemExit(f"none of the {len(runs)} runs has a decision; name one with --run")
+    raise SystemExit(f"none of the {len(runs)} runs has a decision in force; name one with --run")
 
 
 @contextmanager

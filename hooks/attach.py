@@ -23,6 +23,7 @@ from fp8_safeguard.hooks.coverage import CoverageRow, Filter, discover, report
 from fp8_safeguard.hooks.errors import AlreadyAttachedError, OptionError
 from fp8_safeguard.hooks.farewell import EXIT_SECONDS, Farewell
 from fp8_safeguard.hooks.layers import ObservedLayer
+from fp8_safeguard.hooks.notices import tell_alerts
 from fp8_safeguard.hooks.once import OnceLog, logger
 from fp8_safeguard.hooks.sample import SampleBuilder
 from fp8_safeguard.hooks.session import Session
@@ -75,7 +76,12 @@ def attach(
     once = OnceLog()
     controls = Controls(layers, options.mode, once)
     builder = SampleBuilder(layers, options, once)
-    client = Client(options, builder, lambda reply: controls.receive(reply.get("plan")), once)
+
+    def on_reply(reply: Mapping[str, Any]) -> None:
+        controls.receive(reply.get("plan"))
+        tell_alerts(reply.get("alerts"), options, once)
+
+    client = Client(options, builder, on_reply, once)
     session = Session(
         model,
         layers,

@@ -195,17 +195,19 @@ def _as_float(value: Number) -> float:
 
 
 def log_sample(run: str, sample: Sample) -> None:
-    """One line at INFO with the worst underflow and the worst cosine of the sample."""
+    """One line at INFO with the worst underflow and the worst cosine of the sample, and with NaN and Inf if there are any."""
     if not logger.isEnabledFor(logging.INFO) or not sample.slots:
         return
     underflow, cosine = _extreme(sample, "underflow_ratio", -1.0), _extreme(sample, "cosine", 1.0)
+    nonfinite = _extreme(sample, "nonfinite_count", -1.0)
     logger.info(
-        "%s step %d: worst underflow %s, worst cosine %s, %d slots",
+        "%s step %d: worst underflow %s, worst cosine %s, %d slots%s",
         run,
         sample.step,
         "none" if underflow is None else f"{100 * underflow[0]:.3g} % ({underflow[1]})",
         "none" if cosine is None else f"{cosine[0]:.5f} ({cosine[1]})",
         len(sample.slots),
+        f", {nonfinite[0]:.0f} NaN or Inf ({nonfinite[1]})" if nonfinite and nonfinite[0] > 0 else "",
     )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -52,12 +54,26 @@ class Answers:
     """Whether the request was answered as a whole: each sample has the same answer."""
 
 
+class _NotOurs(logging.Filter):
+    """The HTTP client tells every request at INFO; this project's are told where they matter, and once."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the record is somebody else's, or worth a warning."""
+        return record.levelno > logging.INFO or not threading.current_thread().name.startswith(
+            "fp8-safeguard"
+        )
+
+
+_NOT_OURS = _NotOurs()
+
+
 class Transport:
     """Talks to one run's endpoints. The HTTP client is imported with the first message."""
 
     def __init__(self, server: str, run: str, token: str | None) -> None:
         import httpx2
 
+        logging.getLogger("httpx2").addFilter(_NOT_OURS)  # twice is once
         headers = {"Accept": "application/json"}
         if token:
             headers["Authorization"] = f"Bearer {token}"
