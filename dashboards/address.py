@@ -26,7 +26,7 @@ class PageView:
     row: str = ""
     """Layer of the ringed cell."""
     step: int | None = None
-    """Step of the ringed cell; None rings the whole row."""
+    """Step of the ringed cell; None rings the whole row, and without a row it rings all rows."""
     chips: tuple[str, ...] = DEFAULT_CHIPS
     tab: str = "alerts"
     table: bool = False
@@ -58,7 +58,7 @@ def read_view(
         start=start,
         end=end,
         row=row,
-        step=_step(query, "step", notices) if row else None,
+        step=_step(query, "step", notices) if row or not query.get("row") else None,
         chips=_chips(query, notices),
         tab=tab,
         table=query.get("table") == "1",

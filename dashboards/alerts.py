@@ -29,8 +29,16 @@ class AlertRow:
     severity: str
     state: str
     title: str
+    """The signal that is farthest beyond its limit."""
     detail: str
+    """Its value and limit."""
+    also: tuple[str, ...]
+    """The other slots that it speaks of."""
     when: str
+    """Steps from the first breach on."""
+    opened: str
+    """When it was raised: breaches in a row come before that."""
+    since: int
     count: int
     """How often it was raised."""
     remarks: tuple[str, ...]
@@ -38,6 +46,7 @@ class AlertRow:
     acknowledged: bool
     silenced: bool
     first_step: int
+    """Where it opens: the first bad step of the signal that it names."""
     from_step: int
     to_step: int
     metric: str
@@ -101,7 +110,7 @@ def alert_rows(
         if _chips(item, held) & set(chips):
             groups.setdefault(_group(item, held), []).append(item)
     rows = [_alert_row(group, state_of(group[0], held), last_step) for group in groups.values()]
-    return sorted(rows, key=_urgency)
+    return sorted(rows, key=urgency)
 
 
 def _chips(item: Mapping[str, Any], held: Collection[str]) -> set[str]:
@@ -118,49 +127,71 @@ def _group(item: Mapping[str, Any], held: Collection[str]) -> tuple[Any, ...]:
     return (item.get("layer"), item["rule"], item["severity"], state_of(item, held), marks)
 
 
-def _urgency(row: AlertRow) -> tuple[Any, ...]:
+def urgency(row: AlertRow) -> tuple[Any, ...]:
+    """What the list is sorted by: who needs somebody first."""
     return (
-        STATES.index(row.state), row.silenced, row.acknowledged, row.severity != "act", row.first_step, row.layer
+        STATES.index(row.state), row.silenced, row.acknowledged, row.severity != "act", row.since, row.layer
     )  # fmt: skip
 
 
 def _alert_row(group: Sequence[Mapping[str, Any]], state: str, last_step: int | None) -> AlertRow:
     # An alert speaks of one or several slots; each has its own first step, value and limit.
     parts = [part for item in group for part in item.get("slots") or [item]]
-    worst, first = max(parts, key=_excess), min(parts, key=_first_step)
-    start, end = _first_step(first), max(int(item["last_step"]) for item in group)
+    worst = max(parts, key=_excess)
+    since, end = min(map(_first_step, parts)), max(int(item["last_step"]) for item in group)
+    # What opens is what the words and numbers speak of, at its own first bad step.
+    start = _first_step(worst)
     to_step = start + FOLLOWING_STEPS
+    opened = [int(item["step"]) for item in group if item.get("step") is not None]
     return AlertRow(
         ids=tuple(int(item["id"]) for item in group if item.get("id") is not None),
         layer=str(group[0].get("layer") or ""),
         severity=str(group[0]["severity"]),
         state=state,
-        title=_title(str(group[0]["rule"]), worst, parts),
+        title=_title(str(group[0]["rule"]), worst),
         detail=_detail(worst),
-        when=f"steps {start:,} to {end:,}" if state == "resolved" else f"since step {start:,}",
+        also=tuple(
+            sorted(
+                {slot_words(part.get("slot") or {}) for part in parts}
+                - {"", slot_words(worst.get("slot") or {})}
+            )
+        ),
+        when=f"steps {since:,} to {end:,}" if state == "resolved" else f"since step {since:,}",
+        opened=f"opened at step {min(opened):,}" if opened else "",
+        since=since,
         count=sum(int(item.get("occurrences") or 1) for item in group),
         remarks=tuple(_remarks(group[0], state)),
         acknowledged=bool(group[0].get("acknowledged")) and state != "resolved",
         silenced=bool(group[0].get("silenced")) and state != "resolved",
         first_step=start,
-        from_step=max(0, start - CONTEXT_STEPS),
+        from_step=max(0, since - CONTEXT_STEPS),
         to_step=to_step if last_step is None else max(min(to_step, last_step), start),
-        metric=str(first.get("metric") or ""),
-        slot=slot_words(first.get("slot") or {}),
+        metric=_shown_as(str(worst.get("metric") or "")),
+        slot=slot_words(worst.get("slot") or {}),
     )
 
 
-def _title(rule: str, worst: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> str:
-    slots = sorted({slot_words(part.get("slot") or {}) for part in parts} - {""})
+SHOWN_AS = {"sum_sq": "cosine_distortion", "sum_sq_q": "cosine_distortion", "sum_sq_err": "cosine_distortion"}
+"""Raw columns that the page has no heatmap of, by the metric that is NaN where they are."""
+
+
+def _shown_as(metric: str) -> str:
+    return SHOWN_AS.get(metric, metric)
+
+
+def _title(rule: str, worst: Mapping[str, Any]) -> str:
     metric = str(worst.get("metric") or "")
-    return f"{metric_view(metric).label if metric else rule.replace('-', ' ')} {', '.join(slots)}".strip()
+    label = metric_view(metric).label if metric else rule.replace("-", " ")
+    return f"{label} {slot_words(worst.get('slot') or {})}".strip()
 
 
 def _detail(worst: Mapping[str, Any]) -> str:
     view = metric_view(str(worst.get("metric") or ""))
-    limit = number(worst.get("threshold"))
-    value = format_value(number(worst.get("value")), view)
-    return value if limit is None else f"{value} (limit {format_limit(limit, view)})"
+    value, limit = number(worst.get("value")), number(worst.get("threshold"))
+    if value is None and limit is None:
+        return ""
+    shown = format_value(value, view)
+    return shown if limit is None else f"{shown} (limit {format_limit(limit, view)})"
 
 
 def _first_step(item: Mapping[str, Any]) -> int:
@@ -178,7 +209,8 @@ def _remarks(item: Mapping[str, Any], state: str) -> Iterable[str]:
     if item.get("acknowledged"):
         yield f"acknowledged by {item.get('acknowledged_by') or 'somebody'}"
     if item.get("silenced"):
-        yield "silenced"
+        until = str(item.get("silenced_until") or "")[:16].replace("T", " ")
+        yield f"silenced until {until} UTC" if until else "silenced"
 
 
 def _excess(item: Mapping[str, Any]) -> float:

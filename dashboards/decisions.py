@@ -69,7 +69,7 @@ def _decision_row(item: Mapping[str, Any], mode: str) -> DecisionRow:
         layer=layer,
         what=f"{describe_target(item.get('target') or {})} {action}{value}",
         # The layer stands above it already.
-        reason=reason.removeprefix(f"{layer}: "),
+        reason=reason.removeprefix(f"{layer}: ").replace(" %", "\u00a0%"),
         evidence=tuple(_evidence(item.get("evidence") or {})),
         state=state,
         state_words=STATE_WORDS.get(state, state),
@@ -83,7 +83,7 @@ def _decision_row(item: Mapping[str, Any], mode: str) -> DecisionRow:
 
 
 def _acts(state: str, action: str, mode: str) -> tuple[str, ...]:
-    if state == "proposed" and action != "advice" and mode == "advise":
+    if state == "proposed" and action != "advice" and mode != "observe":
         return ("approve", "reject")
     if state in IN_PLAN and action not in ("advice", "restore") and mode != "observe":
         return ("revert",)
@@ -103,4 +103,4 @@ def _evidence(evidence: Mapping[str, Any]) -> Iterable[str]:
         yield f"and {len(signals) - SHOWN_SIGNALS} more signals"
     budget = evidence.get("budget") or {}
     if budget.get("after") is not None and budget.get("limit") is not None:
-        yield f"budget used then {100 * budget['after']:.3g} % of GEMM FLOPs, limit {100 * budget['limit']:.3g} %"
+        yield f"fallback budget used then {100 * budget['after']:.3g} % of GEMM FLOPs, limit {100 * budget['limit']:.3g} %"

@@ -35,18 +35,44 @@ def heatmap_figure(
     nonfinite: Iterable[Sequence[int]] = (),
     scale: str = "linear",
     thresholds: Iterable[Mapping[str, Any] | float] = (),
+    **more: Any,
+) -> go.Figure:
+    """`heatmap_json`, which takes the same, as a Plotly figure."""
+    plain = heatmap_json(
+        values,
+        layers,
+        steps,
+        metric=metric,
+        nonfinite=nonfinite,
+        scale=scale,
+        thresholds=thresholds,
+        **more,
+    )
+    return go.Figure(plain)
+
+
+def heatmap_json(
+    values: Sequence[Sequence[Any]] | np.ndarray[Any, Any],
+    layers: Sequence[str],
+    steps: Sequence[int],
+    *,
+    metric: str,
+    nonfinite: Iterable[Sequence[int]] = (),
+    scale: str = "linear",
+    thresholds: Iterable[Mapping[str, Any] | float] = (),
     step_width: int = 1,
     decisions: Sequence[Mapping[str, Any]] = (),
     theme: str = "light",
     empty: str | None = None,
-) -> go.Figure:
-    """Heatmap of `values[layer][step]`.
+) -> dict[str, Any]:
+    """Plotly's JSON of the heatmap of `values[layer][step]`.
 
     None is "not sampled" and stays a gap; NaN and Inf (floats, or the wire's strings) become marks of their own,
     never colours; rows may be ragged and are padded with None. `nonfinite` holds (row, column, NaN count, Inf count).
     On the log scale `z` is log10 of the value and `customdata` the value itself. `step_width` is the number of
     steps that a column stands for. `decisions` mark where a row went to BF16. `thresholds` are {"value", "severity", "origin"} or plain numbers. `empty` is said where there is nothing to draw.
 
+    The cells are put in last: Plotly's own classes copy and check each of them several times, a second for 100,000.
     Raises HeatmapInputError when the shapes disagree or there are more than MAX_CELLS cells.
     """
     if scale not in ("linear", "log"):
@@ -55,14 +81,47 @@ def heatmap_figure(
     cells, marks = _clean(values, layers, steps, nonfinite)
     bounds = _colour_range(cells, view, scale)
     figure = go.Figure(layout=_layout(layers, steps, colours))
-    figure.add_trace(_heatmap_trace(cells, layers, steps, view, scale, bounds, step_width, colours))
+    figure.add_trace(_heatmap_trace(layers, steps, view, scale, bounds, step_width, colours))
     _add_marks(figure, marks, layers, steps, colours)
     _add_fallbacks(figure, decisions, layers, steps, colours)
     _add_thresholds(figure, thresholds, view, scale, bounds, colours)
     if not any(value is not None for row in cells for value in row) and not marks:
         text = f"{view.label}: not sampled in this range" if len(steps) and len(layers) else "no samples yet"
         figure.add_annotation(empty_note(colours, escape(empty or text)))
-    return figure
+    plain: dict[str, Any] = figure.to_plotly_json()
+    is_log = scale == "log"
+    plain["data"][0]["z"] = _log10(cells, bounds[0]) if is_log and bounds else cells
+    if is_log:
+        plain["data"][0]["customdata"] = cells
+    plain["data"] += _measured(cells, marks, layers, steps, colours)
+    return plain
+
+
+def _measured(
+    cells: Cells,
+    marks: Mapping[tuple[int, int], tuple[int, int]],
+    layers: Sequence[str],
+    steps: Sequence[int],
+    colours: Theme,
+) -> list[dict[str, Any]]:
+    """A plain ground under cells that hold no finite value but were measured: only what was not sampled is hatched."""
+    found = {place for place in marks if cells[place[0]][place[1]] is None}
+    if not found:
+        return []
+    first, last = min(row for row, _ in found), max(row for row, _ in found)
+    ground = {
+        "type": "heatmap",
+        "name": "measured, not finite",
+        "x": list(steps),
+        "y": [escape(layer) for layer in layers[first : last + 1]],
+        "z": [
+            [int((row, at) in found) or None for at in range(len(steps))] for row in range(first, last + 1)
+        ],
+        "colorscale": [[0, colours.surface], [1, colours.surface]],
+        "showscale": False,
+        "hoverinfo": "skip",
+    }
+    return [ground]
 
 
 def _clean(
@@ -138,7 +197,6 @@ def _decades(low: float, high: float) -> tuple[int, int]:
 
 
 def _heatmap_trace(
-    cells: Cells,
     layers: Sequence[str],
     steps: Sequence[int],
     view: MetricView,
@@ -148,16 +206,12 @@ def _heatmap_trace(
     colours: Theme,
 ) -> go.Heatmap:
     log = scale == "log"
-    z, (zmin, zmax) = cells, bounds or (None, None)
-    if log and bounds:
-        z, zmin, zmax = _log10(cells, bounds[0]), *map(math.log10, bounds)
+    zmin, zmax = map(math.log10, bounds) if log and bounds else bounds or (None, None)
     shown = f"%{{{'customdata' if log else 'z'}:{view.hover_format}}}"
     window = f", worst within {step_width} steps" if step_width > 1 else ""
     return go.Heatmap(
-        z=z,
         x=list(steps),
         y=[escape(layer) for layer in layers],
-        customdata=cells if log else None,
         zauto=zmin is None,
         zmin=zmin,
         zmax=zmax,

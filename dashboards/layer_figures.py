@@ -39,7 +39,8 @@ DECISION_MARKS = {
     "restore": ("circle", "healthy"),
     "advice": ("star", "watch"),
 }
-ALERT_MARKS = {"act": ("x-thin", "unstable"), "watch": ("line-ns", "watch")}
+# The heatmap's marks of NaN (x) and Inf (triangle) mean nothing else anywhere.
+ALERT_MARKS = {"act": ("octagon", "unstable"), "watch": ("octagon-open", "watch")}
 LIMIT_TONES = {"act": "unstable", "watch": "watch"}
 IN_FORCE = ("sent", "applied")
 
@@ -167,12 +168,11 @@ def _bounds(values: Sequence[float], view: MetricView, *, log: bool) -> tuple[fl
 def _value_axis(
     colours: Theme, view: MetricView, bounds: tuple[float, float], *, log: bool
 ) -> dict[str, Any]:
-    unit = "%" if view.percent else view.unit
     return {
         "domain": [EVENTS_SHARE, 1],
         "type": "log" if log else "linear",
         "range": list(bounds),
-        "title": {"text": unit, "standoff": 4, "font": {"color": colours.muted}},
+        "title": {"text": "" if view.percent else view.unit, "standoff": 4, "font": {"color": colours.muted}},
         "tickformat": ".3~p" if view.percent else "~g",
         "nticks": 6,
         "dtick": 1 if log and bounds[1] - bounds[0] > 2 else None,
@@ -350,4 +350,4 @@ def _decision_mark(decision: Mapping[str, Any], colours: Theme) -> dict[str, Any
 
 
 def _decision_style(decision: Mapping[str, Any]) -> tuple[str, str]:
-    return DECISION_MARKS.get(str(decision["action"]), ("triangle-up", "accent"))
+    return DECISION_MARKS.get(str(decision["action"]), ("bowtie", "accent"))

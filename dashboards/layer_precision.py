@@ -8,6 +8,7 @@ import plotly.graph_objects as go
 from fp8_safeguard.dashboards.layer_figures import layer_layout
 from fp8_safeguard.dashboards.theme import Theme, empty_note, escape, get_theme
 from fp8_safeguard.dashboards.timeline import describe_target
+from fp8_safeguard.dashboards.view import precision_name, precision_standing
 
 LANE_PX = 26
 
@@ -20,7 +21,7 @@ def precision_figure(
     steps: tuple[int, int] | None = None,
     theme: str = "light",
 ) -> go.Figure:
-    """A lane for each gemm, a bar for each period: FP8 quiet, BF16 in the fallback's colour, named by its decision.
+    """A lane for each gemm, a bar for each period: FP8 and unknown quiet, BF16 in the fallback's colour, named by its decision.
 
     `history` as in the layer's document; `adjustments` of scale or format get a lane for each target. `customdata` of a bar
     is its decision's id.
@@ -61,14 +62,14 @@ def decision_number(decision_id: str) -> str:
 
 
 def _gemm_bar(period: Mapping[str, Any], last: int, colours: Theme) -> dict[str, Any]:
-    is_fp8 = period["precision"] == "fp8"
+    is_quiet = precision_standing(period["precision"]) != "left"
     decision = period["decision_id"]
     return {
         **_span(period, last),
         "lane": str(period["gemm"]),
-        "text": str(period["precision"]).upper() + (f" {decision_number(decision)}" if decision else ""),
-        "colour": colours.border if is_fp8 else colours.fallback,
-        "text_colour": colours.text if is_fp8 else colours.surface,
+        "text": precision_name(period["precision"]) + (f" {decision_number(decision)}" if decision else ""),
+        "colour": colours.border if is_quiet else colours.fallback,
+        "text_colour": colours.text if is_quiet else colours.surface,
         "decision": decision,
     }
 

@@ -1,13 +1,15 @@
 """What the layer drawer says, in words, from the layer's document."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fp8_safeguard.dashboards.alerts import AlertRow, alert_rows, urgency
+from fp8_safeguard.dashboards.decisions import DecisionRow, decision_rows
 from fp8_safeguard.dashboards.layer_figures import slot_colour
 from fp8_safeguard.dashboards.layer_precision import decision_number
-from fp8_safeguard.dashboards.metrics import format_value, metric_view, short_number
-from fp8_safeguard.dashboards.timeline import describe_target
+from fp8_safeguard.dashboards.metrics import format_limit, format_value, metric_view
+from fp8_safeguard.dashboards.view import precision_name, precision_standing
 from fp8_safeguard.monitor.numbers import decode_number
 
 TABLE_COLUMNS = (
@@ -26,7 +28,6 @@ TABLE_COLUMNS = (
 
 DRAWER_METRICS = ("gradient_distortion", *(metric for metric, _ in TABLE_COLUMNS), "zero_ratio")
 TONES = {"act": "unstable", "watch": "watch"}
-ALERT_TONES = {"open": None, "held": "fallback", "resolved": "ended"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +45,7 @@ class SlotRow:
 
     name: str
     note: str
+    is_expert: bool
     step: str
     late: bool
     """Whether its newest sample is older than the layer's newest."""
@@ -78,7 +80,9 @@ class AlertCard:
     standing: str
     title: str
     value: str
+    also: tuple[str, ...]
     when: str
+    opened: str
     origin: str
     people: list[str]
     first_step: int
@@ -159,13 +163,14 @@ def worst_words(worst: Mapping[str, Any] | None) -> dict[str, str]:
     if worst is None:
         return {}
     view = metric_view(str(worst["metric"]))
-    value, limit = (format_value(decode_number(worst[name]), view) for name in ("value", "limit"))
+    value = format_value(decode_number(worst["value"]), view)
+    limit = format_limit(decode_number(worst["limit"]), view)
     return {
         "signal": f"{view.label} {slot_name(worst)}",
         "metric": str(worst["metric"]),
         "slot": slot_name(worst),
         "value": value,
-        "limit": f"{'beyond' if worst['beyond'] else 'limit'} {worst['severity']} {limit} · {worst['source']}",
+        "limit": f"{'beyond' if worst['beyond'] else 'within'} {worst['severity']} {limit} · {worst['source']}",
         "origin": str(worst["origin"]),
         "step": f"{worst['step']:,}",
         "definition": view.definition,
@@ -187,6 +192,7 @@ def _slot_row(slot: Mapping[str, Any], newest: int | None) -> SlotRow:
     return SlotRow(
         name=slot_name(slot),
         note=", ".join(note for note in notes if note),
+        is_expert=slot.get("expert") is not None,
         step="–" if slot["step"] is None else f"{slot['step']:,}",
         late=slot["step"] is not None and slot["step"] != newest,
         cells=[_cell(slot, metric) for metric, _ in TABLE_COLUMNS],
@@ -211,49 +217,28 @@ def limit_words(metric: str, limit: Mapping[str, Any]) -> str:
 
 
 def alert_cards(alerts: Iterable[Mapping[str, Any]]) -> list[AlertCard]:
-    """The layer's alerts: open ones first, then what a fallback holds, then the past; the newest first."""
-    order = ("open", "held", "resolved")
-    known = sorted(alerts, key=lambda alert: order.index(alert["state"]) if alert["state"] in order else 3)
-    return [_alert_card(alert) for alert in known]
+    """The layer's alerts in the list's words and order, one card each: open ones first, then held, then the past."""
+    pairs = [(alert_rows([alert])[0], alert) for alert in alerts]
+    return [_alert_card(row, alert) for row, alert in sorted(pairs, key=lambda pair: urgency(pair[0]))]
 
 
-def _alert_card(alert: Mapping[str, Any]) -> AlertCard:
-    metric = str(alert.get("metric") or "")
-    view = metric_view(metric)
-    slot = alert.get("slot") or {}
-    value, limit = (format_value(decode_number(alert.get(name)), view) for name in ("value", "threshold"))
-    state, severity = str(alert["state"]), str(alert["severity"])
-    where = slot_name(slot) if slot.get("gemm") or slot.get("operand") else ""
-    expert = "" if slot.get("expert") is None else f", expert {slot['expert']}"
-    first, last = int(alert["first_step"]), int(alert.get("last_step") or alert["first_step"])
-    times = int(alert.get("occurrences") or 1)
+def _alert_card(row: AlertRow, alert: Mapping[str, Any]) -> AlertCard:
     return AlertCard(
-        key=f"alert-{alert['id']}",
-        tone=ALERT_TONES.get(state) or TONES.get(severity, "watch"),
-        standing=severity if state == "open" else state,
-        title=f"{view.label if metric else alert['rule']} {where}{expert}".strip(),
-        value=f"{value}, limit {limit}",
-        when=(f"steps {first:,} to {last:,}" if state == "resolved" else f"since step {first:,}")
-        + (f", raised {times} times" if times > 1 else ""),
+        key=f"alert-{row.ids[0]}",
+        tone=row.tone,
+        standing=row.severity if row.state == "open" else row.state,
+        title=row.title,
+        value=row.detail,
+        also=row.also,
+        when=row.when + (f", raised {row.count} times" if row.count > 1 else ""),
+        opened=row.opened,
         origin=str(alert.get("origin") or ""),
-        people=_people(alert),
-        first_step=first,
-        metric=metric,
-        slot=where,
+        people=list(row.remarks),
+        first_step=row.first_step,
+        metric=row.metric,
+        slot=row.slot,
         actions=_alert_actions(alert),
     )
-
-
-def _people(alert: Mapping[str, Any]) -> list[str]:
-    """What people did about an alert."""
-    found = []
-    if alert.get("acknowledged"):
-        found.append(f"acknowledged by {alert.get('acknowledged_by') or 'somebody'}")
-    if alert.get("silenced"):
-        found.append(f"silenced until {str(alert.get('silenced_until'))[:16].replace('T', ' ')} UTC")
-    if alert.get("resolved_by"):
-        found.append(f"resolved by {alert['resolved_by']}")
-    return found
 
 
 def _alert_actions(alert: Mapping[str, Any]) -> list[Action]:
@@ -281,79 +266,46 @@ def _alert_actions(alert: Mapping[str, Any]) -> list[Action]:
 
 
 def decision_cards(decisions: Iterable[Mapping[str, Any]], mode: str) -> list[DecisionCard]:
-    """The layer's decisions, the newest first."""
-    return [_decision_card(decision, mode) for decision in decisions]
+    """The layer's decisions in the list's words, the newest first."""
+    known = list(decisions)
+    return [
+        _decision_card(row, made) for row, made in zip(decision_rows(known, mode=mode), known, strict=True)
+    ]
 
 
-def _decision_card(decision: Mapping[str, Any], mode: str) -> DecisionCard:
-    value = "" if decision.get("value") is None else f" {decision['value']}"
-    effective = decision.get("effective_step")
-    when = f"decided on step {int(decision['step']):,}"
-    if effective is not None:
-        when += f", in force from step {int(effective):,}"
+def _decision_card(row: DecisionRow, decision: Mapping[str, Any]) -> DecisionCard:
     return DecisionCard(
-        id=str(decision["id"]),
-        number=decision_number(str(decision["id"])),
-        state=str(decision["state"]),
-        title=f"{action_words(str(decision['action']))}{value}: {describe_target(decision['target'])}",
-        reason=str(decision["reason"]),
-        when=f"{when}, by {decision.get('actor') or 'policy'} ({decision['mode']})",
-        evidence=evidence_lines(decision.get("evidence") or {}),
+        id=row.id,
+        number=decision_number(row.id),
+        state=row.state,
+        title=row.what,
+        reason=row.reason,
+        when=f"{row.when}, by {row.actor} ({decision['mode']})",
+        evidence=list(row.evidence),
         outcome=str(decision.get("outcome") or ""),
-        actions=_decision_actions(decision, mode),
+        actions=[DECISION_ACTIONS[act](f"/api/v1/decisions/{row.id}") for act in row.acts],
     )
 
 
-def action_words(action: str) -> str:
-    """An action in words: "BF16 fallback"."""
-    return action.replace("_", " ").replace("bf16", "BF16")
+def _decision_action(label: str, done: str, meaning: str) -> Callable[[str], Action]:
+    return lambda path: Action(label=label, path=f"{path}:{label.lower()}", done=done, meaning=meaning)
 
 
-def _decision_actions(decision: Mapping[str, Any], mode: str) -> list[Action]:
-    """Proposals are approved or rejected, unless the run is only observed; what is in the plan can be reverted."""
-    path, state = f"/api/v1/decisions/{decision['id']}", decision["state"]
-    if decision["action"] in ("advice", "restore"):
-        return []
-    if state == "proposed" and mode != "observe":
-        return [
-            Action(
-                label="Approve", path=f"{path}:approve", done="Approved: it is in the plan.",
-                meaning="put it into the plan; the trainer applies it a few steps later",
-            ),
-            Action(
-                label="Reject", path=f"{path}:reject", done="Rejected.",
-                meaning="refuse it; it is not proposed again for a while",
-            ),
-        ]  # fmt: skip
-    if state in ("approved", "sent", "applied"):
-        return [
-            Action(
-                label="Revert", path=f"{path}:revert", done="Reverted: it is out of the plan.",
-                meaning="take it out of the plan; the trainer goes back a few steps later",
-            )
-        ]  # fmt: skip
-    return []
+DECISION_ACTIONS = {
+    "approve": _decision_action(
+        "Approve",
+        "Approved: it is in the plan.",
+        "put it into the plan; the trainer applies it a few steps later",
+    ),
+    "reject": _decision_action("Reject", "Rejected.", "refuse it; it is not proposed again for a while"),
+    "revert": _decision_action(
+        "Revert",
+        "Reverted: it is out of the plan.",
+        "take it out of the plan; the trainer goes back a few steps later",
+    ),
+}
 
 
-def evidence_lines(evidence: Mapping[str, Any]) -> list[str]:
-    """The signals behind a decision, one a line, and the budget it took."""
-    lines = [_signal_line(signal) for signal in evidence.get("signals") or () if isinstance(signal, Mapping)]
-    budget = evidence.get("budget")
-    if isinstance(budget, Mapping) and {"before", "after", "limit"} <= budget.keys():
-        shares = [short_number(float(budget[name]) * 100) for name in ("before", "after", "limit")]
-        lines.append("BF16 budget {} % → {} % of the GEMM FLOPs, limit {} %".format(*shares))
-    return lines
-
-
-def _signal_line(signal: Mapping[str, Any]) -> str:
-    view = metric_view(str(signal.get("metric") or ""))
-    slot = signal.get("slot") or {}
-    value, limit = (format_value(decode_number(signal.get(name)), view) for name in ("value", "threshold"))
-    expert = "" if slot.get("expert") is None else f", expert {slot['expert']}"
-    since = "" if signal.get("first_step") is None else f", since step {int(signal['first_step']):,}"
-    return f"{view.label} {slot_name(slot)}{expert}: {value} ({signal.get('severity')} limit {limit}){since}"
-
-
-def precision_chips(precision: Mapping[str, str]) -> list[tuple[str, str, bool]]:
-    """(gemm, format in words, whether it left FP8) for each gemm."""
-    return [(gemm, kind.upper(), kind != "fp8") for gemm, kind in precision.items()]
+def precision_chips(precision: Mapping[str, str | None]) -> list[tuple[str, str, str]]:
+    """(gemm, precision in words, how it stands: "fp8", "left" or "unknown") for each gemm."""
+    return [(gemm, precision_name(kind), precision_standing(kind)) for gemm, kind in precision.items()]

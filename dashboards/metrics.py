@@ -69,6 +69,10 @@ VIEWS: dict[str, MetricView] = {
     "kurtosis": MetricView(label="kurtosis", definition="n Σx⁴ / (Σx²)²; a Gaussian has 3", log_bounds=(1.0, 1e5)),
     "amax": MetricView(label="amax", definition="largest finite magnitude of the tensor"),
     "nonfinite_count": MetricView(label="NaN and Inf", unit="elements", definition="NaN and Inf elements of the tensor"),
+    "sum_sq": MetricView(label="sum of squares", definition="Σx² over finite elements"),
+    "sum_sq_q": MetricView(label="sum of squares in FP8", definition="Σxq² over finite elements"),
+    "sum_sq_err": MetricView(label="sum of squared errors", definition="Σ(x − xq)² over finite elements"),
+    "sum_4th": MetricView(label="sum of fourth powers", definition="Σx⁴ over finite elements"),
 }  # fmt: skip
 
 PAGE_METRICS = (

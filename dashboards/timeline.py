@@ -149,8 +149,10 @@ def _describe(decision: Mapping[str, Any]) -> list[str]:
     value = f" = {decision['value']}" if decision.get("value") is not None else ""
     effective = decision.get("effective_step")
     state = str(decision.get("state", ""))
+    # A layer may be called "0": without quotes it reads as a number.
+    layer = f" “{decision['layer']}”" if decision.get("layer") else ""
     return [
-        f"{decision['action']}{value} {decision.get('layer', '')} · {target}",
+        f"{decision['action']}{value}{layer} · {target}",
         str(decision.get("reason", "")),
         state if effective is None else f"{state}, effective from step {effective:,}",
     ]
@@ -262,4 +264,5 @@ def _add_alerts(figure: go.Figure, alerts: Sequence[Mapping[str, Any]], colours:
 
 def _alert_story(alert: Mapping[str, Any]) -> list[list[str]]:
     heading = f"step {int(alert['first_step']):,} · {alert.get('severity', '')} alert"
-    return [[heading, str(alert.get("layer") or ""), str(alert.get("rule") or "")]]
+    place = f"layer “{alert['layer']}”" if alert.get("layer") else "whole run"
+    return [[heading, place, str(alert.get("rule") or "")]]

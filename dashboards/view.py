@@ -54,6 +54,20 @@ def state_of(detail: Mapping[str, Any]) -> str:
     return state if state in STATES else "unknown"
 
 
+def ending_of(detail: Mapping[str, Any]) -> str:
+    """The health that a run ended with; empty for one that has not ended."""
+    health = str(detail.get("health") or "")
+    return health if state_of(detail) == "ended" and health in STATES else ""
+
+
+def list_why(detail: Mapping[str, Any]) -> str:
+    """Why, for one line of the run list: of a run that ended, only how, since its state and step stand beside it."""
+    why = str((detail.get("verdict") or {}).get("why", ""))
+    return why.removeprefix(
+        f"the trainer said that the run has ended, after step {detail.get('last_step')}, "
+    )
+
+
 def run_stats(detail: Mapping[str, Any]) -> list[Stat]:
     """The numbers of the status header, in reading order."""
     step, overhead = detail.get("last_step"), number(detail.get("overhead_ratio"))
@@ -70,7 +84,7 @@ def run_stats(detail: Mapping[str, Any]) -> list[Stat]:
             meaning="gradient norm of the last reported step",
         ),
         Stat(
-            label="budget used",
+            label="fallback budget used",
             value=_percent(number(detail.get("fallback_budget_used_ratio"))),
             meaning="share of the BF16 fallback budget in use, counted in GEMM FLOPs",
         ),
@@ -81,6 +95,12 @@ def run_stats(detail: Mapping[str, Any]) -> list[Stat]:
             meaning="time the monitor adds to a training step, as the trainer reports it",
         ),
     ]
+
+
+def alert_words(counts: Mapping[str, int]) -> str:
+    """How many alerts wait for somebody, are held by a fallback or are silenced: "2 open, 3 held"."""
+    known = ((name, counts.get(name, 0)) for name in ("open", "held", "silenced"))
+    return ", ".join(f"{count:,} {name}" for name, count in known if count) or "none"
 
 
 def layer_rows(items: Iterable[Mapping[str, Any]]) -> list[LayerRow]:
@@ -115,13 +135,27 @@ def slot_words(place: Mapping[str, Any]) -> str:
     return " ".join(str(place[part]) for part in ("operand", "layout") if place.get(part))
 
 
-def precision_words(precision: Mapping[str, Any]) -> str:
-    """Which GEMMs left FP8: "bf16: fprop, dgrad", or "fp8" when none did."""
+PRECISION_NAMES = {"fp8": "FP8", "bf16": "BF16", "high": "high precision"}
+"""Words for what a GEMM is computed in; samples do not always tell it."""
+
+
+def precision_name(kind: str | None) -> str:
+    """What a GEMM is computed in, "unknown" where nobody knows."""
+    return PRECISION_NAMES.get(kind or "", kind or "unknown")
+
+
+def precision_standing(kind: str | None) -> str:
+    """ "fp8", "left" for a GEMM known to run in anything else, "unknown" where nobody knows."""
+    return "unknown" if kind in (None, "unknown") else "fp8" if kind == "fp8" else "left"
+
+
+def precision_words(precision: Mapping[str, str | None]) -> str:
+    """Which GEMMs are known to have left FP8: "BF16: fprop, dgrad"; empty when none is."""
     moved: dict[str, list[str]] = {}
     for gemm, kind in precision.items():
-        if kind != "fp8":
-            moved.setdefault(str(kind), []).append(str(gemm))
-    return "; ".join(f"{kind}: {', '.join(gemms)}" for kind, gemms in moved.items()) or "fp8"
+        if precision_standing(kind) == "left":
+            moved.setdefault(precision_name(kind), []).append(gemm)
+    return "; ".join(f"{kind}: {', '.join(gemms)}" for kind, gemms in moved.items())
 
 
 def _plain(value: Any) -> str:

@@ -137,7 +137,8 @@ export class Charts {
 
   #range(view) {
     if (!this.#full) return null;
-    return [view.from ?? this.#full[0], view.to ?? this.#full[1]];
+    // Whole cells at both ends.
+    return [view.from === null ? this.#full[0] : view.from - 0.5, view.to === null ? this.#full[1] : view.to + 0.5];
   }
 
   #relayouted(change) {
@@ -163,7 +164,7 @@ function narrow(layout) {
   Object.assign(layout.margin, NARROW_MARGINS);
   const axis = layout.yaxis;
   const shared = layout.meta ? sharedStart(layout.meta.rows) : "";
-  if (axis.ticktext) axis.ticktext = axis.ticktext.map((name) => shorten(name.startsWith(shared) ? name.slice(shared.length) : name));
+  if (axis.ticktext) axis.ticktext = shortLabels(axis.ticktext.map((name) => (name.startsWith(shared) ? name.slice(shared.length) : name)));
   for (const each of [axis, layout.yaxis2]) if (each?.title) each.title.standoff = 2;
   // What marks the limits on the colour bar moves in with the margin.
   for (const line of layout.shapes ?? []) if (line.xanchor === 1) line.x1 = 46;
@@ -179,8 +180,31 @@ function sharedStart(names) {
   return kept.length ? `${kept.join(".")}.` : "";
 }
 
-function shorten(name) {
-  return name.length <= NARROW_HEAD + NARROW_TAIL ? name : `${name.slice(0, NARROW_HEAD)}…${name.slice(1 - NARROW_TAIL)}`;
+/** Names without their middle; those that would then read the same keep what tells them apart instead of their end. */
+function shortLabels(names) {
+  let labels = names.map((name) => shorten(name, name.length));
+  for (let pass = 0; pass < names.length; pass++) {
+    const next = labels.map((label, place) => {
+      const alike = names.filter((name, other) => labels[other] === label && name !== names[place]);
+      return alike.length ? shorten(names[place], Math.min(...alike.map((name) => firstDifference(name, names[place])))) : label;
+    });
+    if (next.every((label, place) => label === labels[place])) break;
+    labels = next;
+  }
+  return labels;
+}
+
+/** What is left of a name too long: its head, and from `start` on as much as fits. */
+function shorten(name, start) {
+  if (name.length <= NARROW_HEAD + NARROW_TAIL) return name;
+  const from = Math.max(NARROW_HEAD, Math.min(start, name.length - NARROW_TAIL + 1));
+  return `${name.slice(0, NARROW_HEAD)}…${name.slice(from, from + NARROW_TAIL - 1)}`;
+}
+
+function firstDifference(one, other) {
+  let place = 0;
+  while (place < one.length && one[place] === other[place]) place++;
+  return place;
 }
 
 /** Value axes fitted to the lines that are in view: a steep start must not flatten what comes after it. */

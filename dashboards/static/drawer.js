@@ -33,7 +33,7 @@ export function openLayer(name, { at = null, metric = null, slot = null } = {}) 
 }
 
 /** Close it; Back opens it again. */
-export function closeLayer() {
+function closeLayer() {
   if (chosen("layer") !== null) address({}, { clear: true });
   if (dialog?.open) dialog.close();
 }

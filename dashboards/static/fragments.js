@@ -24,7 +24,7 @@ export async function refreshFragments(url) {
 }
 
 /** The server answered, but not with the page. */
-export class PageError extends Error {
+class PageError extends Error {
   constructor(status) {
     super(status === 401 || status === 403 ? "this page may no longer be read: reload it to log in again" : `the page answered ${status}`);
     this.status = status;

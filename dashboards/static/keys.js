@@ -63,7 +63,7 @@ function onCellKey(event, { view, heatmap, ring, change, openLayer }) {
     openLayer(view.row, { at: view.step });
     return;
   }
-  if (event.key === "Escape" && view.row) {
+  if (event.key === "Escape" && (view.row || view.step !== null)) {
     event.preventDefault();
     change({ row: "", step: null });
     return;

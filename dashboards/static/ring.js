@@ -12,7 +12,7 @@ export class Ring {
   /** Draw the ring for `view` over the heatmap as it is drawn now. */
   show(view) {
     const place = this.#place(view);
-    this.#row.hidden = !place;
+    this.#row.hidden = !place || !view.row;
     this.#cell.hidden = !place || place.x1 === null;
     if (!place) return;
     const { box, top, height } = place;
@@ -28,10 +28,14 @@ export class Ring {
     const { rows, label, unit } = this.#plot.layout.meta;
     const row = rows.indexOf(view.row);
     const column = this.#column(view.step);
-    if (row < 0) return;
+    if (row < 0) {
+      this.#words.textContent = view.row || view.step === null ? "" : `step ${view.step}, all layers`;
+      return;
+    }
     const value = column < 0 ? undefined : values(this.#plot)[row][column];
-    const text = value === undefined ? "" : value === null ? ": not sampled" : `: ${label} ${valueText(value, unit)}`;
-    this.#words.textContent = `${view.row}${view.step === null ? "" : `, step ${view.step}`}${text}`;
+    const text = value === undefined ? "" : value === null ? this.#unmeasured(row, column, label) : `: ${label} ${valueText(value, unit)}`;
+    // A layer may be called "0": without quotes it reads as a number.
+    this.#words.textContent = `layer “${view.row}”${view.step === null ? "" : `, step ${view.step}`}${text}`;
   }
 
   /** The cell that an arrow key leads to from the view's, or null for another key. */
@@ -57,21 +61,27 @@ export class Ring {
     return { row: rows[row < 0 ? 0 : clamp(at[0], rows.length - 1)], step: seen[column < 0 ? last : clamp(at[1], last)] };
   }
 
+  #unmeasured(row, column, label) {
+    const mark = marksOf(this.#plot)(row, column);
+    return mark ? `: ${label} ${mark}` : ": not sampled";
+  }
+
   #column(step) {
     return step === null ? -1 : this.#plot.data[0].x.findLastIndex((each) => each <= step);
   }
 
   #place(view) {
     const layout = this.#plot.layout;
-    if (!layout?.meta || !view.row) return null;
+    if (!layout?.meta || (!view.row && view.step === null)) return null;
     const row = layout.meta.rows.indexOf(view.row);
-    if (row < 0) return null;
+    if (view.row && row < 0) return null;
     const { l, r, t, b } = layout.margin;
     const outer = { width: this.#map.clientWidth, height: this.#map.clientHeight };
     const box = { left: l, width: outer.width - l - r };
     const full = outer.height - t - b;
-    const height = Math.max(LEAST_PX, full / layout.meta.rows.length);
-    const top = t + ((row + 0.5) / layout.meta.rows.length) * full - height / 2;
+    // What speaks of the whole run, such as its loss, has a step and no row.
+    const height = row < 0 ? full : Math.max(LEAST_PX, full / layout.meta.rows.length);
+    const top = row < 0 ? t : t + ((row + 0.5) / layout.meta.rows.length) * full - height / 2;
     const [from, to] = layout.xaxis.range;
     const steps = this.#plot.data[0].x;
     const column = this.#column(view.step);
@@ -89,6 +99,16 @@ export class Ring {
 /** The measured values behind the colours: on the log scale those are in customdata. */
 export function values(plot) {
   return plot.data[0].customdata ?? plot.data[0].z;
+}
+
+/** Tells of a cell without a value whether it was measured: "NaN", "Inf", or undefined for one that was not. */
+export function marksOf(plot) {
+  const found = new Map();
+  for (const trace of plot.data.filter(({ name }) => name === "NaN" || name === "Inf")) {
+    for (const [place, y] of trace.y.entries()) found.set(`${trace.x[place]} ${y}`, trace.name);
+  }
+  const { x, y } = plot.data[0];
+  return (row, column) => found.get(`${x[column]} ${y[row]}`);
 }
 
 /** A number for people, with its unit. */

@@ -62,8 +62,11 @@ function change(values, how) {
   if (heatmap.layout) ring.show(view);
 }
 
+/** Show the steps between two places of the step axis: those whose middle lies there, as the address can say it. */
 function zoom(from, to) {
-  change({ from, to }, { push: true });
+  const [first, last] = from === null || to === null ? [from, to] : [Math.max(0, Math.ceil(from)), Math.floor(to)];
+  const range = first !== null && first > last ? [Math.round(from), Math.round(from)] : [first, last];
+  change({ from: range[0], to: range[1] }, { push: true });
   charts?.zoom(view);
   // The server then sends the visible steps at their full resolution.
   charts?.draw(view).catch(failed);
@@ -99,7 +102,7 @@ function jump({ metric, slot, from, to, row, step }) {
   change({ ...readControls(form), from: Number(from), to: Number(to), row, step: Number(step), table: "" }, { push: true });
   document.getElementById("map").scrollIntoView({ block: "nearest" });
   document.getElementById("map").focus({ preventScroll: true });
-  refresh().then(() => row && ring.tell(view));
+  refresh().then(() => heatmap.layout && ring.tell(view));
 }
 
 function onSideClick(event) {
@@ -165,6 +168,7 @@ function onLiveState(state) {
   const run = document.getElementById("run-state").value;
   const shown = state === "live" && (run === "stale" || run === "ended") ? run : state;
   const age = document.querySelector("#status time[data-age]")?.textContent.replace(/ ago$/, "");
+  document.getElementById("pause").hidden = shown === "ended";
   const text = shown === "stale" && age ? `no report for ${age}` : shown;
   if (element.dataset.live !== shown) element.dataset.live = shown;
   if (element.textContent !== text) element.textContent = text;

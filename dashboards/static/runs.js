@@ -4,7 +4,7 @@ import { refreshFragments, updateAges } from "./fragments.js";
 
 const REFRESH_MS = 5000;
 const COPIED_MS = 1600;
-const NUMBERS = ["step", "loss", "norm", "budget"];
+const NUMBERS = ["step", "loss", "norm", "budget", "alerts"];
 
 const filter = document.getElementById("filter");
 const connection = new Connection(refresh);
@@ -36,7 +36,7 @@ function apply() {
     if (fits) matching++;
   }
   for (const body of document.querySelectorAll("#runs tbody")) body.hidden = !body.querySelector("tr[data-run]:not([hidden])");
-  document.getElementById("matches").textContent = matching === rows.length ? `${rows.length} runs` : `${matching} of ${rows.length} runs`;
+  document.getElementById("matches").textContent = matching === rows.length ? `${rows.length} ${rows.length === 1 ? "run" : "runs"}` : `${matching} of ${rows.length} runs`;
   const nothing = document.getElementById("nothing");
   if (nothing) nothing.hidden = matching > 0;
   for (const chip of document.querySelectorAll("#states button")) chip.setAttribute("aria-pressed", String(view.state.has(chip.dataset.state)));

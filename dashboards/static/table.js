@@ -1,5 +1,5 @@
 /** The heatmap as a table: the same rows, with what a picture says in numbers. */
-import { values, valueText } from "./ring.js";
+import { marksOf, values, valueText } from "./ring.js";
 
 const HEADS = ["Layer", "Worst in view", "At step", "Newest", "Steps sampled", "NaN", "Inf"];
 
@@ -10,6 +10,7 @@ export function fillTable(element, plot) {
   const steps = plot.data[0].x;
   const columns = steps.flatMap((step, column) => (step >= from && step <= to ? [column] : []));
   const marks = { NaN: countMarks(plot, "NaN", from, to), Inf: countMarks(plot, "Inf", from, to) };
+  const markAt = marksOf(plot);
   const table = document.createElement("table");
   table.className = "table table--map";
   table.createCaption().textContent = `${label} of ${rows.length} layers, steps ${Math.ceil(from)} to ${Math.floor(to)}`;
@@ -20,10 +21,14 @@ export function fillTable(element, plot) {
   element.replaceChildren(table);
 
   function line(name, row) {
-    const measured = columns.filter((column) => values(plot)[row][column] !== null);
-    const worse = (one, other) => (agg === "min" ? one < other : one > other);
     const value = (column) => values(plot)[row][column];
-    const worst = measured.reduce((best, column) => (best === null || worse(value(column), value(best)) ? column : best), null);
+    const finite = columns.filter((column) => value(column) !== null);
+    const broken = columns.filter((column) => value(column) === null && markAt(row, column));
+    const measured = [...finite, ...broken].sort((one, other) => one - other);
+    const worse = (one, other) => (agg === "min" ? one < other : one > other);
+    const text = (column) => (column === null ? "–" : value(column) === null ? markAt(row, column) : valueText(value(column), unit));
+    // NaN and Inf are worse than any number.
+    const worst = broken[0] ?? finite.reduce((best, column) => (best === null || worse(value(column), value(best)) ? column : best), null);
     const newest = measured.at(-1) ?? null;
     const tr = document.createElement("tr");
     const head = cell("th", "", false, { scope: "row" });
@@ -34,9 +39,9 @@ export function fillTable(element, plot) {
     head.append(button);
     tr.append(
       head,
-      cell("td", worst === null ? "–" : valueText(value(worst), unit), true),
+      cell("td", text(worst), true),
       cell("td", worst === null ? "–" : steps[worst].toLocaleString("en"), true),
-      cell("td", newest === null ? "–" : valueText(value(newest), unit), true),
+      cell("td", text(newest), true),
       cell("td", `${measured.length} of ${columns.length}`, true),
       cell("td", String(marks.NaN.get(plot.data[0].y[row]) ?? 0), true),
       cell("td", String(marks.Inf.get(plot.data[0].y[row]) ?? 0), true),

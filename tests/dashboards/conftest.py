@@ -218,30 +218,25 @@ def contexts(browser: Any) -> Iterator[dict[str, Any]]:
 
 
 @pytest.fixture
-def page(browser: Any) -> Iterator[Any]:
-    """A dark page with a memory of its own that must log no error and reach no other host than the one it came from."""
-    context = browser.new_context(viewport={"width": 1440, "height": 900}, color_scheme="dark")
-    opened = RunPage(context)
-    yield opened.page
-    faults = opened.close()
-    context.close()
-    assert faults == []
+def dark_page(contexts: dict[str, Any]) -> Iterator[RunPage]:
+    """A dark page that must log no error and reach no other host, with the waiting that tests of the run page share."""
+    opened = RunPage(contexts["dark"])
+    yield opened
+    assert opened.close() == []
 
 
 @pytest.fixture(params=["dark", "light"])
 def run_page(contexts: dict[str, Any], request: pytest.FixtureRequest) -> Iterator[RunPage]:
-    """The same in both themes, with the waiting that tests of the run page share."""
+    """The same in both themes, for what colours change."""
     opened = RunPage(contexts[request.param])
     yield opened
     assert opened.close() == []
 
 
 @pytest.fixture
-def dark_page(contexts: dict[str, Any]) -> Iterator[RunPage]:
-    """The same in the dark theme only, for what no colour changes."""
-    opened = RunPage(contexts["dark"])
-    yield opened
-    assert opened.close() == []
+def page(dark_page: RunPage) -> Any:
+    """The dark page itself, for tests that do their own waiting."""
+    return dark_page.page
 
 
 FAULTY_LAYERS = [

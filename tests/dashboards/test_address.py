@@ -76,3 +76,11 @@ def test_only_slots_that_exist_for_a_metric_are_offered() -> None:
     # A recomputed GEMM reports none of what these are made of.
     for metric in ("underflow_ratio", "tile_sqnr_p01_db", "kurtosis"):
         assert offer[metric] == ("x row", "w tile", "dy row")
+
+
+@pytest.mark.parametrize(
+    ("query", "step"),
+    [({"step": "5"}, 5), ({"step": "5", "row": LAYERS[0]}, 5), ({"step": "5", "row": "no such layer"}, None)],
+)
+def test_a_step_without_a_layer_is_a_step_of_the_whole_run(query: dict[str, str], step: int | None) -> None:
+    assert read_view(query, layers=LAYERS, offer=OFFER).step == step

@@ -64,22 +64,26 @@ def test_alerts_of_one_layer_and_rule_are_one_entry_that_opens_at_the_first_of_t
         gemm("dgrad", id=7, value=0.09, first_step=208, occurrences=3),
     ]
     (row,) = alert_rows(gemms)
-    assert (row.title, row.detail, row.when) == (
-        "GEMM error dgrad, fprop",
+    assert (row.title, row.detail, row.also, row.when) == (
+        "GEMM error dgrad",
         "9 % (limit ≤ 5 %)",
+        ("fprop",),
         "since step 208",
     )
     assert (row.slot, row.first_step, row.ids, row.count) == ("dgrad", 208, (4, 7), 4)
 
 
-def test_an_alert_of_several_slots_opens_at_the_slot_that_went_bad_first() -> None:
+def test_an_alert_of_several_slots_opens_what_its_words_and_numbers_speak_of() -> None:
     slots = [
         gemm("fprop", value=0.3, first_step=210, last_step=230),
         gemm("dgrad", value=0.09, first_step=208, last_step=220),
     ]
-    (row,) = alert_rows([alert(rule="gemm-error", first_step=208, slots=slots)])
-    assert (row.title, row.detail) == ("GEMM error dgrad, fprop", "30 % (limit ≤ 5 %)")
-    assert (row.slot, row.metric, row.first_step) == ("dgrad", "relative_error", 208)
+    (row,) = alert_rows([alert(rule="gemm-error", first_step=208, step=211, slots=slots)])
+    # The value is the named slot's own; the others are only named.
+    assert (row.title, row.detail, row.also) == ("GEMM error fprop", "30 % (limit ≤ 5 %)", ("dgrad",))
+    assert (row.slot, row.metric, row.first_step) == ("fprop", "relative_error", 210)
+    # Since the first breach of any of them; it was raised later than that.
+    assert (row.when, row.opened, row.from_step) == ("since step 208", "opened at step 211", 168)
 
 
 def test_what_a_person_said_keeps_entries_apart_and_is_told() -> None:
@@ -93,7 +97,7 @@ def test_what_a_person_said_keeps_entries_apart_and_is_told() -> None:
     assert [(row.ids, row.remarks) for row in rows] == [
         ((3,), ()),
         ((1,), ("acknowledged by ana",)),
-        ((2,), ("silenced",)),
+        ((2,), ("silenced until 2026-01-01 01:00 UTC",)),
     ]
 
 
@@ -117,7 +121,7 @@ def test_an_alert_of_the_whole_run_names_its_rule() -> None:
             )
         ]
     )
-    assert (row.layer, row.title, row.detail, row.metric, row.slot) == ("", "non finite loss", "–", "", "")
+    assert (row.layer, row.title, row.detail, row.metric, row.slot) == ("", "non finite loss", "", "", "")
 
 
 LIST = [

@@ -184,6 +184,8 @@ def test_the_theme_follows_the_system_and_the_toggle(page: Any, server_url: str,
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") != dark
     page.reload()
     assert page.evaluate("document.documentElement.dataset.theme") == "light"
+    # The context remembers it for every later page.
+    page.evaluate("localStorage.clear()")
 
 
 def test_everything_essential_fits_the_screen(page: Any, server_url: str, faulty: Any) -> None:

@@ -1,4 +1,4 @@
-"""Alerts and decisions on the run page in a real browser, in both themes."""
+"""Alerts and decisions on the run page in a real browser."""
 
 import json
 from collections.abc import Callable
@@ -41,13 +41,13 @@ def first_alert(reporter: Any) -> Any:
 
 
 def test_an_alert_jumps_to_its_first_bad_cell_and_the_address_is_that_view(
-    run_page: Any, server_url: str, faulty: Any
+    dark_page: Any, server_url: str, faulty: Any
 ) -> None:
-    page = run_page.open(f"{server_url}/runs/faulty?alerts=open,held,resolved&q=mlp")
+    page = dark_page.open(f"{server_url}/runs/faulty?alerts=open,held,resolved&q=mlp")
     alert = first_alert(faulty)
     part = min(alert.get("slots") or [alert], key=lambda each: each["first_step"])
     page.locator(".alert-jump").first.click()
-    run_page.wait(f"{HEATMAP}.layout.meta.label === 'GEMM error' && !document.getElementById('ring').hidden")
+    dark_page.wait(f"{HEATMAP}.layout.meta.label === 'GEMM error' && !document.getElementById('ring').hidden")
     layer, step, start, end = page.evaluate(RING)
     assert (layer, step) == (alert["layer"], part["first_step"])
     assert start <= step <= end
@@ -59,25 +59,25 @@ def test_an_alert_jumps_to_its_first_bad_cell_and_the_address_is_that_view(
     value = api["values"][api["layers"].index(layer)][api["steps"].index(step)]
     assert f"{value * 100:.4g} %" in page.locator("#cell").text_content()
     # Opened afresh, it is the same view.
-    run_page.open(page.url)
-    run_page.wait("!document.getElementById('ring').hidden")
+    dark_page.open(page.url)
+    dark_page.wait("!document.getElementById('ring').hidden")
     assert page.evaluate(RING) == [layer, step, start, end]
     assert page.locator(".alert.is-shown").count() == 1
 
 
-def test_back_and_forward_walk_through_jumps(run_page: Any, server_url: str, faulty: Any) -> None:
-    page = run_page.open(f"{server_url}/runs/faulty?alerts=open,held,resolved")
+def test_back_and_forward_walk_through_jumps(dark_page: Any, server_url: str, faulty: Any) -> None:
+    page = dark_page.open(f"{server_url}/runs/faulty?alerts=open,held,resolved")
     before = page.evaluate(f"{HEATMAP}.layout.xaxis.range")
     page.locator(".alert-jump").first.click()
-    run_page.wait(f"{HEATMAP}.layout.meta.label === 'GEMM error'")
+    dark_page.wait(f"{HEATMAP}.layout.meta.label === 'GEMM error'")
     jumped = page.url
     page.go_back()
-    run_page.wait(f"{HEATMAP}.layout.meta.label === 'gradient distortion'")
-    run_page.wait("document.getElementById('ring').hidden")
+    dark_page.wait(f"{HEATMAP}.layout.meta.label === 'gradient distortion'")
+    dark_page.wait("document.getElementById('ring').hidden")
     assert page.evaluate(f"{HEATMAP}.layout.xaxis.range") == before
     assert page.locator("#metric").input_value() == "gradient_distortion"
     page.go_forward()
-    run_page.wait(f"{HEATMAP}.layout.meta.label === 'GEMM error' && !document.getElementById('ring').hidden")
+    dark_page.wait(f"{HEATMAP}.layout.meta.label === 'GEMM error' && !document.getElementById('ring').hidden")
     assert page.url == jumped
 
 
@@ -97,23 +97,23 @@ def test_the_jump_works_by_keyboard_alone(dark_page: Any, server_url: str, fault
 
 
 def test_filters_count_as_the_api_does_and_live_in_the_address(
-    run_page: Any, server_url: str, faulty: Any
+    dark_page: Any, server_url: str, faulty: Any
 ) -> None:
-    page = run_page.open(f"{server_url}/runs/faulty")
+    page = dark_page.open(f"{server_url}/runs/faulty")
     items = faulty.get("/alerts", page_size=200)["items"]
     for state in ("open", "held", "resolved"):
         shown = page.locator(f"[data-chip={state}] b").text_content()
         assert int(shown) == sum(item["state"] == state for item in items)
     for chip in ("open", "held"):
         page.locator(f"[data-chip={chip}]").click()
-    run_page.wait("document.querySelectorAll('.alert-jump').length === 0")
+    dark_page.wait("document.querySelectorAll('.alert-jump').length === 0")
     assert query_of(page)["alerts"] == "none"
     page.locator("[data-chip=resolved]").click()
     ids = "[...document.querySelectorAll('#alerts li')].flatMap((item) => item.dataset.ids.split(','))"
     resolved = sum(item["state"] == "resolved" for item in items)
-    run_page.wait(f"{ids}.length === {resolved}" if resolved else "true")
+    dark_page.wait(f"{ids}.length === {resolved}" if resolved else "true")
     page.go_back()
-    run_page.wait("document.querySelector('[data-chip=resolved]').getAttribute('aria-pressed') === 'false'")
+    dark_page.wait("document.querySelector('[data-chip=resolved]').getAttribute('aria-pressed') === 'false'")
 
 
 @pytest.fixture
@@ -131,9 +131,9 @@ def states(reporter: Any) -> dict[int, Any]:
 
 
 def test_acknowledging_and_silencing_reach_the_server_and_the_page(
-    run_page: Any, server_url: str, alarmed: Any
+    dark_page: Any, server_url: str, alarmed: Any
 ) -> None:
-    page = run_page.open(f"{server_url}/runs/{alarmed.run}?alerts=open,acknowledged,silenced")
+    page = dark_page.open(f"{server_url}/runs/{alarmed.run}?alerts=open,acknowledged,silenced")
     first = page.locator("#alerts li").first
     ids = [int(number) for number in first.get_attribute("data-ids").split(",")]
     key = first.get_attribute("data-ids")
@@ -228,9 +228,9 @@ def test_who_may_only_read_sees_no_buttons(
 
 
 def test_proposals_are_approved_and_rejected_and_the_plan_follows(
-    run_page: Any, server_url: str, alarmed: Any
+    dark_page: Any, server_url: str, alarmed: Any
 ) -> None:
-    page = run_page.open(f"{server_url}/runs/{alarmed.run}?tab=decisions")
+    page = dark_page.open(f"{server_url}/runs/{alarmed.run}?tab=decisions")
     assert alarmed.get("/plan")["entries"] == []
     first = page.locator("#decisions li:has([data-act=approve])").first
     chosen = first.get_attribute("data-decision")
@@ -301,3 +301,33 @@ def test_a_layer_opens_from_everything_that_names_it(dark_page: Any, server_url:
         page.keyboard.press("Escape")
         page.wait_for_selector("#drawer-title", state="hidden")
         assert "layer" not in query_of(page)
+
+
+def test_an_alert_of_the_whole_run_rings_its_step_in_all_rows(
+    dark_page: Any, server_url: str, make_trainer: Callable[..., Any]
+) -> None:
+    reporter = make_trainer(server_url, "nan-loss", ["a", "b"])
+    for step in range(8):
+        reporter.post(step, run={"loss": "NaN" if step >= 5 else 2.0, "gradient_norm": 0.8})
+    page = dark_page.open(f"{server_url}/runs/nan-loss")
+    entry = page.locator("li.alert", has_text="whole run")
+    assert "loss NaN" in entry.locator(".alert-jump").text_content()
+    entry.locator(".alert-jump").click()
+    dark_page.wait("!document.getElementById('ring').hidden && document.getElementById('ring-row').hidden")
+    dark_page.wait("document.getElementById('cell').textContent === 'step 5, all layers'")
+    for _ in range(2):
+        ring, left, width = page.evaluate(
+            f"""() => {{
+                const {{ l, r, t, b }} = {HEATMAP}.layout.margin;
+                const box = document.getElementById("map").getBoundingClientRect();
+                const ring = document.getElementById("ring").getBoundingClientRect();
+                const high = box.height - t - b;
+                return [ring.height / high, (ring.left - box.left - l) / (box.width - l - r), ring.width / (box.width - l - r)];
+            }}"""
+        )
+        assert ring == pytest.approx(1, abs=0.02)
+        # Eight whole cells are in view; the sixth of them is ringed.
+        assert (left, width) == (pytest.approx(5 / 8, abs=0.01), pytest.approx(1 / 8, abs=0.01))
+        # The address alone shows the same.
+        dark_page.open(page.url)
+        dark_page.wait("!document.getElementById('ring').hidden")

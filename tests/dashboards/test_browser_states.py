@@ -1,4 +1,4 @@
-"""What the pages say of runs and servers that are not at their best, and who can use them: real browser, both themes."""
+"""Runs and servers that are not at their best, and who can use the pages: real browser."""
 
 import re
 import signal
@@ -85,8 +85,8 @@ def test_axe_finds_nothing_serious_in_any_state(
     assert {state: faults for state, faults in found.items() if faults} == {}
 
 
-def test_no_runs_shows_the_two_lines_that_attach_a_trainer(run_page: Any, empty_server_url: str) -> None:
-    page = run_page.page
+def test_no_runs_shows_the_two_lines_that_attach_a_trainer(dark_page: Any, empty_server_url: str) -> None:
+    page = dark_page.page
     page.goto(empty_server_url)
     lines = page.locator("#snippet").text_content().splitlines()
     assert len(lines) == 2
@@ -94,13 +94,13 @@ def test_no_runs_shows_the_two_lines_that_attach_a_trainer(run_page: Any, empty_
 
 
 def test_a_run_that_stopped_reporting_is_not_called_live(
-    run_page: Any, tmp_path: Path, make_trainer: Callable[..., Any]
+    dark_page: Any, tmp_path: Path, make_trainer: Callable[..., Any]
 ) -> None:
     settings = Settings(database_url=f"sqlite:///{tmp_path / 'store.db'}", run_stale_seconds=1.0)
     with running_server(settings) as url:
         make_trainer(url, "quiet", ["a"]).post(7)
-        run_page.page.wait_for_timeout(1200)
-        page = run_page.open(f"{url}/runs/quiet")
+        dark_page.page.wait_for_timeout(1200)
+        page = dark_page.open(f"{url}/runs/quiet")
         page.wait_for_selector("#live[data-live=stale]")
         assert re.match(r"no report for \d+ s", page.locator("#live").text_content())
         assert "STALE" in page.locator("#status").text_content()
@@ -142,11 +142,11 @@ def test_b83_nothing_lost_and_everything_lost_look_different(
 
 
 def test_an_ended_run_says_that_no_decision_was_needed(
-    run_page: Any, server_url: str, make_trainer: Callable[..., Any]
+    dark_page: Any, server_url: str, make_trainer: Callable[..., Any]
 ) -> None:
     make_trainer(server_url, "over", ["a"]).post(0)
     httpx2.patch(f"{server_url}/api/v1/runs/over", json={"ended": True})
-    page = run_page.open(f"{server_url}/runs/over?tab=decisions")
+    page = dark_page.open(f"{server_url}/runs/over?tab=decisions")
     page.wait_for_selector("#live[data-live=ended]")
     assert "None were needed" in page.locator("#decisions").text_content()
     note = "document.getElementById('timeline').layout.annotations[0].text"
@@ -154,17 +154,17 @@ def test_an_ended_run_says_that_no_decision_was_needed(
 
 
 def test_what_was_not_measured_is_said_and_not_drawn(
-    run_page: Any, server_url: str, make_trainer: Callable[..., Any]
+    dark_page: Any, server_url: str, make_trainer: Callable[..., Any]
 ) -> None:
     reporter = make_trainer(server_url, "unmeasured", ["a", "b"])
     for step in range(3):
         reporter.post(step, run={})
-    page = run_page.open(f"{server_url}/runs/unmeasured?metric=tile_sqnr_p01_db&slot=x+row")
+    page = dark_page.open(f"{server_url}/runs/unmeasured?metric=tile_sqnr_p01_db&slot=x+row")
     notes = f"{HEATMAP}.layout.annotations.map((note) => note.text).join()"
     assert "SQNR, worst 1 % of blocks of x row: not sampled in this range" in page.evaluate(notes)
     assert page.evaluate(f"{HEATMAP}.data[0].z.flat().every((value) => value === null)")
     page.locator("#filter").fill("zzz ")
-    run_page.wait(f"{notes}.includes('no layer’s name contains “zzz ”')")
+    dark_page.wait(f"{notes}.includes('no layer’s name contains “zzz ”')")
     assert page.locator("#matches").text_content() == "0 of 2"
 
 
@@ -209,20 +209,20 @@ def _start(code: str, url: str) -> "subprocess.Popen[str]":
 
 
 def test_a_run_without_samples_appears_by_itself(
-    run_page: Any, server_url: str, make_trainer: Callable[..., Any], request: pytest.FixtureRequest
+    dark_page: Any, server_url: str, make_trainer: Callable[..., Any]
 ) -> None:
-    run_page.expected = ("Failed to load resource",)
-    name = "late-" + request.node.name[-6:].strip("[]")
-    run_page.page.goto(f"{server_url}/runs/{name}")
-    assert "No sample of run" in run_page.page.locator("main").text_content()
+    dark_page.expected = ("Failed to load resource",)
+    name = "not-yet"
+    dark_page.page.goto(f"{server_url}/runs/{name}")
+    assert "No sample of run" in dark_page.page.locator("main").text_content()
     make_trainer(server_url, name, ["a"]).post(0)
-    run_page.drawn()
+    dark_page.drawn()
 
 
 def test_an_address_that_asks_for_nonsense_is_told_and_mended(
-    run_page: Any, server_url: str, faulty: Any
+    dark_page: Any, server_url: str, faulty: Any
 ) -> None:
-    page = run_page.open(
+    page = dark_page.open(
         f"{server_url}/runs/faulty?metric=nonsense&from=abc&order=up&row=nope&alerts=x&q=mlp"
     )
     notices = page.locator("#notices").text_content()
@@ -236,23 +236,23 @@ def test_an_address_that_asks_for_nonsense_is_told_and_mended(
     assert page.locator("#notices").count() == 0
 
 
-def test_everything_chosen_survives_a_reload(run_page: Any, server_url: str, faulty: Any) -> None:
-    page = run_page.open(f"{server_url}/runs/faulty")
+def test_everything_chosen_survives_a_reload(dark_page: Any, server_url: str, faulty: Any) -> None:
+    page = dark_page.open(f"{server_url}/runs/faulty")
     page.locator("#metric").select_option("underflow_ratio")
-    run_page.wait("[...document.getElementById('slot').options].every((option) => option.value !== 'dgrad')")
+    dark_page.wait("[...document.getElementById('slot').options].every((option) => option.value !== 'dgrad')")
     page.locator("#slot").select_option("dy row")
     page.locator("#order").select_option("worst")
     page.locator("input[name=scale][value=linear]").check(force=True)
     page.locator("#filter").fill("  ATTN")
-    run_page.wait(f"{HEATMAP}.layout.meta.rows.length === 0")
+    dark_page.wait(f"{HEATMAP}.layout.meta.rows.length === 0")
     page.locator("#filter").fill("ATTN.")
-    run_page.wait(f"{HEATMAP}.layout.meta.rows.length === 8")
+    dark_page.wait(f"{HEATMAP}.layout.meta.rows.length === 8")
     page.locator("#tab-decisions").click()
     shown = f"[{HEATMAP}.data[0].name, {HEATMAP}.layout.meta.rows, {HEATMAP}.data[0].zmax, location.search]"
     before = page.evaluate(shown)
     # Another metric keeps the slot where it has it, and gives it up where it has not.
     page.reload()
-    run_page.drawn()
+    dark_page.drawn()
     assert page.evaluate(shown) == before
     assert page.locator("#filter").input_value() == "ATTN."
     assert page.locator("#panel-decisions").is_visible()
@@ -263,8 +263,8 @@ def test_everything_chosen_survives_a_reload(run_page: Any, server_url: str, fau
     assert page.locator("#slot").input_value() == ""
 
 
-def test_the_heatmap_is_also_a_table(run_page: Any, server_url: str, faulty: Any) -> None:
-    page = run_page.open(f"{server_url}/runs/faulty")
+def test_the_heatmap_is_also_a_table(dark_page: Any, server_url: str, faulty: Any) -> None:
+    page = dark_page.open(f"{server_url}/runs/faulty")
     page.keyboard.press("t")
     rows = page.locator("#table tbody tr")
     assert rows.count() == len(faulty.layers)

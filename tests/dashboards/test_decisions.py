@@ -26,7 +26,8 @@ def decision(**changes: Any) -> dict[str, Any]:
 def test_a_decision_tells_what_why_when_and_who() -> None:
     (row,) = decision_rows([decision()], mode="enforce")
     assert (row.layer, row.what) == ("blocks.3.qkv", "dgrad to BF16")
-    assert row.reason == "2.67 % of x vanish; dgrad goes to BF16"
+    # A number and its unit stay on one line.
+    assert row.reason == "2.67\u00a0% of x vanish; dgrad goes to BF16"
     assert row.when == "decided at step 208, effective from step 210"
     assert (row.state_words, row.actor) == ("in force", "policy")
 
@@ -36,7 +37,7 @@ def test_evidence_is_told_with_limits_and_first_steps() -> None:
     assert row.evidence == (
         "underflow x row 2.67 %, limit ≤ 0.5 %, since step 202",
         "SQNR dgrad NaN, limit ≥ 28.5 dB, since step 1,204",
-        "budget used then 2.22 % of GEMM FLOPs, limit 15 %",
+        "fallback budget used then 2.22 % of GEMM FLOPs, limit 15 %",
     )
 
 
@@ -50,6 +51,7 @@ def test_long_evidence_says_how_much_more_there_is() -> None:
     ("state", "action", "mode", "acts"),
     [
         ("proposed", "bf16_fallback", "advise", ("approve", "reject")),
+        ("proposed", "bf16_fallback", "enforce", ("approve", "reject")),
         ("proposed", "bf16_fallback", "observe", ()),
         ("proposed", "advice", "advise", ()),
         ("applied", "bf16_fallback", "enforce", ("revert",)),

@@ -1,4 +1,4 @@
-"""The layer drawer in a real browser, in both themes: charts, keys, addresses, actions, accessibility."""
+"""The layer drawer in a real browser: charts, keys, addresses, actions, accessibility."""
 
 import json
 from collections.abc import Callable
@@ -77,13 +77,14 @@ def test_the_drawer_answers_for_one_layer(run_page: Any, server_url: str, layere
     bars = svg_texts(page, "layer-precision")
     for item in fallen:
         assert f"BF16 #{item['decision_id'].rpartition('-')[2]}" in bars
-    words = page.locator(".drawer").text_content()
+    # Numbers and their units are kept on one line there, and what all reasons begin with is left out.
+    words = page.locator(".drawer").text_content().replace("\u00a0", " ")
     for part in (
         SICK,
         "worst signal",
         "GEMM error",
         "1 − cosine",
-        *(d["reason"] for d in document["decisions"]),
+        *(d["reason"].removeprefix(f"{SICK}: ") for d in document["decisions"]),
     ):
         assert part in words
     assert page.locator(".drawer-table tbody tr").count() == len(document["slots"])
@@ -252,3 +253,17 @@ def test_at_600_pixels_it_takes_the_whole_width(
     assert wide <= 600
     page.locator("[data-close]").click()
     page.wait_for_selector(".drawer", state="hidden")
+
+
+def test_going_to_a_part_keeps_the_head_in_sight(dark_page: Any, server_url: str, layered: Any) -> None:
+    """Hidden words for screen readers once made the dialog itself scroll, its head with it."""
+    page = open_drawer(dark_page, server_url)
+    for part in ("slots", "decisions", "metric"):
+        page.locator(f"[data-jump={part}]").click()
+        dark_page.wait(
+            f"(() => {{ const box = document.getElementById('drawer-{part}').getBoundingClientRect();"
+            " return box.top >= 0 && box.top < innerHeight; })()"
+        )
+        head = page.locator(".drawer-head").bounding_box()
+        assert (head["y"], page.evaluate("document.querySelector('.drawer').scrollTop")) == (0, 0)
+        assert page.evaluate("document.querySelector('.drawer').scrollHeight <= innerHeight")

@@ -42,8 +42,8 @@ def test_every_decision_has_its_own_marker_and_a_shared_hover() -> None:
     assert marker.x == (209, 209, 300)
     assert marker.text == ("×2", "", "")
     assert marker.hovertext[0] == marker.hovertext[1]
-    assert "a ·" in marker.hovertext[0]
-    assert "b ·" in marker.hovertext[0]
+    assert "“a” ·" in marker.hovertext[0]
+    assert "“b” ·" in marker.hovertext[0]
 
 
 def test_a_long_list_of_decisions_is_cut_with_its_number() -> None:
@@ -126,3 +126,4 @@ def test_alerts_stand_at_their_first_step() -> None:
     alerts = lane(figure, "alerts")
     assert (alerts.x, alerts.y) == ((207,), ("alerts",))
     assert "gemm-error" in alerts.hovertext[0]
+    assert "layer “a”" in alerts.hovertext[0]

@@ -52,7 +52,7 @@ def test_worst_layer_row_shows_the_value_against_its_threshold() -> None:
     (row,) = view.layer_rows([item])
     assert (row.signal, row.value, row.threshold) == ("GEMM error dgrad", "12.5 %", "≤ 5 %")
     assert (row.excess, row.over) == ("2.5× over", True)
-    assert (row.step, row.precision) == ("1,209", "bf16: dgrad")
+    assert (row.step, row.precision) == ("1,209", "BF16: dgrad")
 
 
 @pytest.mark.parametrize(
@@ -92,10 +92,23 @@ def test_status_numbers() -> None:
     detail = {"last_step": 1259, "loss": 1.71339, "gradient_norm": "NaN", "mode": "enforce",
               "overhead_ratio": 0.00433, "fallback_budget_used_ratio": None}  # fmt: skip
     shown = {stat.label: stat.value for stat in view.run_stats(detail)}
-    assert shown == {"step": "1,259", "loss": "1.71", "grad norm": "NaN", "budget used": "–",
+    assert shown == {"step": "1,259", "loss": "1.71", "grad norm": "NaN", "fallback budget used": "–",
                      "mode": "enforce", "overhead": "0.43 %"}  # fmt: skip
 
 
 def test_an_unknown_state_is_not_called_healthy() -> None:
     assert view.state_of({"state": "confused"}) == "unknown"
     assert view.state_of({"state": "watch"}) == "watch"
+
+
+@pytest.mark.parametrize(
+    ("counts", "words"),
+    [
+        ({"open": 0, "held": 0, "silenced": 0}, "none"),
+        ({"open": 1234, "held": 0, "silenced": 0}, "1,234 open"),
+        ({"open": 2, "held": 3, "silenced": 1}, "2 open, 3 held, 1 silenced"),
+        ({}, "none"),
+    ],
+)
+def test_counts_of_alerts_are_told_without_zeros(counts: dict[str, int], words: str) -> None:
+    assert view.alert_words(counts) == words
