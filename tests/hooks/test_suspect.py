@@ -113,8 +113,15 @@ def test_a_sample_of_a_dead_attempt_that_fails_holds_nobody_up(
     ids=["the service", "a gateway", "a proxy with a small limit"],
 )
 def test_a_server_that_fails_on_everything_makes_nobody_lose_anything(
-    trained: Any, endpoint: Any, accept: Any, caplog: Any, status: int, body: Any
+    trained: Any,
+    endpoint: Any,
+    accept: Any,
+    caplog: Any,
+    status: int,
+    body: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(outage, "LONGEST_BACKOFF_SECONDS", 0.5)
     endpoint.answer = lambda _: (status, body)
     guard = trained(20)
     eventually(lambda: len(endpoint.requests) > 14)
