@@ -134,7 +134,7 @@ def alerts(
         items = asked.alerts(name, limit=limit, state=state)
     columns: Columns = {
         "id": lambda item: item["id"],
-        "step": lambda item: item.get("step"),
+        "since": lambda item: item.get("first_step", item.get("step")),
         "severity": lambda item: item.get("severity"),
         "state": lambda item: item.get("state"),
         "layer": lambda item: item.get("layer") or "the run",
@@ -213,7 +213,7 @@ def plan_line(plan: Item, budget_used: float | None) -> str:
     if not entries:
         return f"version {plan['version']}, no deviation from the configured precision"
     fallen = {entry["layer"] for entry in entries if entry["action"] == "bf16_fallback"}
-    parts = [f"{len(fallen)} layers in BF16"] if fallen else []
+    parts = [f"{len(fallen)} layer{'' if len(fallen) == 1 else 's'} in BF16"] if fallen else []
     others = sum(entry["action"] != "bf16_fallback" for entry in entries)
     parts += [f"{others} other changes"] if others else []
     used = f", {budget_used:.0%} of the fallback budget" if budget_used else ""

@@ -69,7 +69,7 @@ def _decision_row(item: Mapping[str, Any], mode: str) -> DecisionRow:
         layer=layer,
         what=f"{describe_target(item.get('target') or {})} {action}{value}",
         # The layer stands above it already.
-        reason=reason.removeprefix(f"{layer}: ").replace(" %", "\u00a0%"),
+        reason=reason.removeprefix(f"{layer!r}: ").removeprefix(f"{layer}: ").replace(" %", "\u00a0%"),
         evidence=tuple(_evidence(item.get("evidence") or {})),
         state=state,
         state_words=STATE_WORDS.get(state, state),

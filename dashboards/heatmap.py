@@ -108,15 +108,14 @@ def _measured(
     found = {place for place in marks if cells[place[0]][place[1]] is None}
     if not found:
         return []
-    first, last = min(row for row, _ in found), max(row for row, _ in found)
+    # Plotly sorts rows by the axis's categories, and fails where some are missing.
+    z: list[list[int | None]] = [[None] * len(steps) for _ in layers]
+    for row, column in found:
+        z[row][column] = 1
+    y = [escape(layer) for layer in layers]
     ground = {
-        "type": "heatmap",
-        "name": "measured, not finite",
-        "x": list(steps),
-        "y": [escape(layer) for layer in layers[first : last + 1]],
-        "z": [
-            [int((row, at) in found) or None for at in range(len(steps))] for row in range(first, last + 1)
-        ],
+        **{"type": "heatmap", "name": "measured, not finite", "x": list(steps), "y": y},
+        "z": z,
         "colorscale": [[0, colours.surface], [1, colours.surface]],
         "showscale": False,
         "hoverinfo": "skip",

@@ -60,14 +60,6 @@ def ending_of(detail: Mapping[str, Any]) -> str:
     return health if state_of(detail) == "ended" and health in STATES else ""
 
 
-def list_why(detail: Mapping[str, Any]) -> str:
-    """Why, for one line of the run list: of a run that ended, only how, since its state and step stand beside it."""
-    why = str((detail.get("verdict") or {}).get("why", ""))
-    return why.removeprefix(
-        f"the trainer said that the run has ended, after step {detail.get('last_step')}, "
-    )
-
-
 def run_stats(detail: Mapping[str, Any]) -> list[Stat]:
     """The numbers of the status header, in reading order."""
     step, overhead = detail.get("last_step"), number(detail.get("overhead_ratio"))

@@ -188,6 +188,9 @@ def is_held(signals: Iterable[Signal], rule: str, plan: Plan) -> bool:
     """Whether every signal that is not over is covered by what runs in BF16."""
     fallen = fallbacks(plan)
     live = [signal for signal in signals if not signal.over]
+    if rule == "non-finite":
+        # The origin, which speaks for the others: what holds it holds what follows from it.
+        live = live[:1]
     return bool(live) and all(signal.what_if or _covered(signal, rule, fallen, plan) for signal in live)
 
 

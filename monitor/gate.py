@@ -121,7 +121,7 @@ class Gate:
             rule="probation",
             breaches=(),
             priority=4,
-            because=f"{layer} {target.gemm}: {seen} that it reads was healthy in {healthy} samples",
+            because=f"{layer!r} {target.gemm}: {seen} that it reads was healthy in {healthy} samples",
         )
         if layer not in self.config.pins and not self._in_place(candidate):
             self._decide(

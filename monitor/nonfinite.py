@@ -2,7 +2,8 @@
 
 When every slot holds them, one place is to blame. A NaN in one expert makes the whole step non-finite downstream, so the
 earliest layer of the forward pass is named; only where the forward pass is clean, the earliest of the backward pass, which
-is the last layer.
+is the last layer. One poisoned update makes every weight non-finite, so the first sample's origin stays the origin for as long
+as its layer goes on holding such values.
 """
 
 import json
@@ -42,23 +43,51 @@ class Origin:
     """The layer and direction in which non-finite values first appear."""
 
     slot: Slot
-    """The slot to show: a GEMM before the operands it reads."""
+    """The slot to show: where it began, an operand before the GEMM that reads it."""
     count: float
     forward: bool
     gemms: tuple[str, ...]
-    """The gemms affected there; none where the weights themselves are non-finite."""
+    """The gemms whose precision may be to blame; none where their inputs or the weights are non-finite."""
     other_layers: int
     """Layers that hold non-finite values besides."""
+    others: tuple[tuple[Slot, float], ...] = ()
+    """The layer's other slots that hold them now, with their counts."""
+    first_step: int = 0
 
     @property
     def key(self) -> str:
         """Evidence key: the layer and direction."""
         return key_of(self.slot.layer, self.forward)
 
+    @property
+    def weights(self) -> bool:
+        """Whether the layer's weights hold them by now."""
+        return any(slot.operand == "w" for slot, _ in ((self.slot, self.count), *self.others))
+
     def breach(self, severity: str) -> Breach:
         """As a breach, for alerts and reasons. Instant: even an isolated one is worth an alert."""
         level: Any = severity
         return Breach(RULE, self.slot, self.count, level, 0.0, True, self.key)
+
+    def companions(self, severity: str) -> dict[str, Breach]:
+        """The layer's other slots as breaches by key: each of them is a signal of the same alert."""
+        level: Any = severity
+        found: dict[str, Breach] = {}
+        for slot, count in self.others:
+            # Behind the origin's own key, so that the origin speaks for the alert.
+            key = f"{self.key}|{slot.family}"
+            if slot.family != self.slot.family and (key not in found or found[key].value < count):
+                found[key] = Breach(RULE, slot, count, level, 0.0, True, key)
+        return found
+
+
+@dataclass(frozen=True)
+class Began:
+    """Where non-finite values that are still there were seen first."""
+
+    slot: Slot
+    count: float
+    step: int
 
 
 def key_of(layer: str, forward: bool) -> str:
@@ -66,32 +95,76 @@ def key_of(layer: str, forward: bool) -> str:
     return f"{RULE.rule}|{json.dumps([layer, 'forward' if forward else 'backward'])}"
 
 
-def layer_of(key: str) -> str:
-    """The layer in such a key."""
-    return str(json.loads(key.partition("|")[2])[0])
+def read_key(key: str) -> tuple[str, str]:
+    """The layer in such a key, and the family of the slot in a companion's ("" in the origin's own)."""
+    text = key.partition("|")[2]
+    place, end = json.JSONDecoder().raw_decode(text)
+    return str(place[0]), text[end + 1 :]
 
 
-def find_origin(slots: Sequence[Slot], indices: Sequence[int], counts: NDArray[np.float64]) -> Origin | None:
-    """counts: non-finite elements of each slot (NaN: null). indices: the slots' order in the model, or empty."""
+def find_origin(
+    slots: Sequence[Slot],
+    indices: Sequence[int],
+    counts: NDArray[np.float64],
+    *,
+    step: int = 0,
+    began: Sequence[Began] = (),
+) -> Origin | None:
+    """counts: non-finite elements of each slot (NaN: null). indices: the slots' order in the model, or empty.
+
+    began: what earlier samples blamed, the earliest first; it stays to blame while its layer holds such values.
+    """
     with np.errstate(invalid="ignore"):
         bad = [at for at in np.flatnonzero(counts > 0).tolist() if slots[at].variant is None]
     if not bad:
         return None
+    layers = {slots[at].layer for at in bad}
+    before = next((first for first in began if first.slot.layer in layers), None)
+    if before is None:
+        shown = _first(slots, indices, bad)
+        before = Began(slots[shown], float(counts[shown]), step)
+    layer, forward = before.slot.layer, _is_forward(before.slot)
+    here = [at for at in bad if slots[at].layer == layer]
+    now = max((float(counts[at]) for at in here if slots[at].key == before.slot.key), default=0.0)
+    return Origin(
+        before.slot,
+        max(before.count, now),
+        forward,
+        _gemms(before.slot, [slots[at] for at in here]),
+        len(layers) - 1,
+        tuple((slots[at], float(counts[at])) for at in here if slots[at].key != before.slot.key),
+        before.step,
+    )
+
+
+def _first(slots: Sequence[Slot], indices: Sequence[int], bad: Sequence[int]) -> int:
+    """Position of the slot in which one sample's non-finite values begin."""
     forward = [at for at in bad if _is_forward(slots[at])]
     order = _layer_order(slots, indices, {slots[at].layer for at in bad})
-    if forward:
-        layer = min((slots[at].layer for at in forward), key=order.__getitem__)
-    else:
-        layer = max((slots[at].layer for at in bad), key=order.__getitem__)
-    here = [at for at in (forward or bad) if slots[at].layer == layer]
-    shown = min(here, key=lambda at: (slots[at].gemm is None, slots[at].layout != "row", slots[at].key))
-    return Origin(
-        slots[shown],
-        float(counts[shown]),
-        bool(forward),
-        _gemms([slots[at] for at in here], bool(forward)),
-        len({slots[at].layer for at in bad}) - 1,
-    )
+    choose = min if forward else max
+    layer = choose((slots[at].layer for at in forward or bad), key=order.__getitem__)
+
+    def rank(at: int) -> tuple[Any, ...]:
+        # What a GEMM reads before what it gives, an input before the weights: those are bad by an earlier update.
+        slot = slots[at]
+        return (slot.gemm is not None, slot.operand == "w", slot.layout != "row", slot.key)
+
+    return min((at for at in (forward or bad) if slots[at].layer == layer), key=rank)
+
+
+def place_of(slot: Slot) -> str:
+    """Where non-finite values begin, in words: `the input of layer '0'`, `'0' fprop`."""
+    named = {"x": "the input", "w": "the weight", "dy": "the output gradient"}.get(slot.operand or "")
+    return f"{named} of layer {slot.layer!r}" if named else slot.phrase
+
+
+def way_out(slot: Slot, first_step: int, *, weights: bool) -> str:
+    """What helps where no precision does; empty where the GEMM itself, or its precision, may be to blame."""
+    back = f"go back to a checkpoint before step {first_step}"
+    if slot.operand == "x":
+        look = "look at the batch, or at what comes before this layer"
+        return f"{look}; its weight holds them by now, too: {back}" if weights else look
+    return f"the weight of layer {slot.layer!r} holds them: {back}" if weights else ""
 
 
 def broken_sums(slots: Sequence[Slot], table: StatsTable) -> list[Breach]:
@@ -112,13 +185,15 @@ def _is_forward(slot: Slot) -> bool:
     return slot.gemm == "fprop" or slot.operand in ("x", "w")
 
 
-def _gemms(bad: Sequence[Slot], forward: bool) -> tuple[str, ...]:
-    if any(slot.operand == "w" for slot in bad):
+def _gemms(began: Slot, bad: Sequence[Slot]) -> tuple[str, ...]:
+    """bad: the layer's slots that hold non-finite values now."""
+    if began.operand in ("x", "w") or any(slot.operand == "w" for slot in bad):
         return ()
-    if forward:
+    if _is_forward(began):
         return ("fprop",)
-    named = {slot.gemm for slot in bad} | {
-        gemm for slot in bad for gemm in GEMMS if slot.operand and reads(gemm, slot.operand, slot.layout)
+    backward = [began, *(slot for slot in bad if not _is_forward(slot))]
+    named = {slot.gemm for slot in backward} | {
+        gemm for slot in backward for gemm in GEMMS if slot.operand and reads(gemm, slot.operand, slot.layout)
     }
     return tuple(gemm for gemm in GEMMS if gemm in named)
 

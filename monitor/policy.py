@@ -25,7 +25,7 @@ from fp8_safeguard.monitor.budget import fallbacks
 from fp8_safeguard.monitor.columns import StatsTable, merge_tables
 from fp8_safeguard.monitor.gate import Gate, PolicyConfig, PolicyConfigError, change_of
 from fp8_safeguard.monitor.nonfinite import RULE as NON_FINITE
-from fp8_safeguard.monitor.nonfinite import Origin, broken_sums, find_origin, layer_of
+from fp8_safeguard.monitor.nonfinite import Began, Origin, broken_sums, find_origin, read_key
 from fp8_safeguard.monitor.plan import Decision, PlanEntry
 from fp8_safeguard.monitor.precision import BF16
 from fp8_safeguard.monitor.remedies import (
@@ -36,7 +36,7 @@ from fp8_safeguard.monitor.remedies import (
     pair_up,
     scale_candidates,
 )
-from fp8_safeguard.monitor.runwatch import run_breaches, says_something
+from fp8_safeguard.monitor.runwatch import loss_jump, run_breaches, says_something, with_loss
 from fp8_safeguard.monitor.shadow import Shadow
 from fp8_safeguard.monitor.signals import (
     Breach,
@@ -119,11 +119,19 @@ def decide(
     measures = Measures(step.stats)
     found = find_breaches(compiled, measures, state.history.medians(compiled.keys))
     breaches, pairs = pair_up(_worst_of_each_key(found))
-    origin = find_origin(step.slots, step.indices, measures["nonfinite_count"])
+    origin = find_origin(
+        step.slots, step.indices, measures["nonfinite_count"], step=step.step, began=_began(state)
+    )
     if origin is not None:
         breaches[origin.key] = origin.breach(_nonfinite_severity(origin, state, step, config))
     falls = _scale_falls(state, step)
     everything = _with_watched(breaches, step, state, falls)
+    loss = step.run.get("loss")
+    jump = loss_jump(loss, state.losses)
+    if jump is not None:
+        everything[jump.key] = jump
+    if origin is not None:
+        everything.update(origin.companions(breaches[origin.key].severity))
     observed = _observer(compiled, step, falls)
     evidence = follow_evidence(state.evidence, everything, observed, step.step, config.clear_samples)
     shadow = Shadow(compiled, measures, breaches, fallbacks(state.plan))
@@ -134,6 +142,7 @@ def decide(
         alerts=_alerts(state, evidence, everything, shadow, step.step, config),
         costs=state.costs.learned(step.slots, step.stats),
         loss_scale=step.run.get("loss_scale"),
+        losses=with_loss(state.losses, loss, jumped=jump is not None),
     )
     candidates = [
         *scale_candidates(breaches),
@@ -254,7 +263,11 @@ def _observer(compiled: SlotList, step: StepObservation, scale_falls: bool) -> C
         if of_run is not None:
             return of_run
         rule, _, family = key.partition("|")
-        return layer_of(key) in compiled.layers if rule == NON_FINITE.rule else family in compiled.families
+        if rule == NON_FINITE.rule:
+            layer, family = read_key(key)
+            if not family:
+                return layer in compiled.layers
+        return family in compiled.families
 
     return observed
 
@@ -268,6 +281,23 @@ def _nonfinite_severity(
     if not origin.forward and _scale_falls(state, step):
         return "watch"
     return "act" if samples >= config.nonfinite_samples else "watch"
+
+
+def _began(state: PolicyState) -> list[Began]:
+    """Where non-finite values began that were there in the latest sample, the earliest first."""
+    found = [
+        signal
+        for alert in state.alerts.values()
+        if alert.rule == NON_FINITE.rule
+        for signal in alert.live
+        if signal.key in state.evidence
+        and not state.evidence[signal.key].clear
+        and not read_key(signal.key)[1]
+    ]
+    found.sort(key=lambda signal: (signal.first_step, signal.key))
+    return [
+        Began(signal.slot, signal.value, signal.first_step) for signal in found if signal.slot is not None
+    ]
 
 
 def _nonfinite(origin: Origin | None, breaches: Mapping[str, Breach]) -> list[Candidate]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fp8_safeguard.monitor.alerts import Evidence
-from fp8_safeguard.monitor.nonfinite import Origin
+from fp8_safeguard.monitor.nonfinite import Origin, place_of, way_out
 from fp8_safeguard.monitor.plan import Target
 from fp8_safeguard.monitor.signals import Breach
 from fp8_safeguard.monitor.slots import GEMMS, Slot, gemm_slot, gemms_of
@@ -80,7 +80,7 @@ def pair_candidates(pairs: Iterable[tuple[Breach, Breach]]) -> list[Candidate]:
             rule="weight-underflow",
             breaches=(activation, weight),
             priority=1,
-            because=f"{weight.slot.layer}: {percent(weight.value)} of w and {percent(activation.value)} of x vanish in quantisation "
+            because=f"{weight.slot.layer!r}: {percent(weight.value)} of w and {percent(activation.value)} of x vanish in quantisation "
             f"(limits together: {percent(weight.limit)} and {percent(activation.limit)})",
         )
         for activation, weight in pairs
@@ -144,13 +144,15 @@ def fallback_candidates(
 
 
 def nonfinite_candidates(origin: Origin) -> list[Candidate]:
-    """Fallback of the gemms at the origin; advice where the weights themselves are non-finite."""
-    breach = origin.breach("act")
+    """Fallback of the gemms at the origin; advice where what they read, or the weights, are non-finite."""
+    breaches = (origin.breach("act"), *origin.companions("act").values())
     where = f", and in {origin.other_layers} other layers after it" if origin.other_layers else ""
-    because = f"{origin.count:.0f} non-finite values begin in {origin.slot.label}{where}"
-    common: dict[str, Any] = {"layer": origin.slot.layer, "rule": "non-finite", "breaches": (breach,)}
+    begin = f"{origin.count:.0f} non-finite values begin in {place_of(origin.slot)}"
+    because = f"{begin} at step {origin.first_step}{where}"
+    common: dict[str, Any] = {"layer": origin.slot.layer, "rule": "non-finite", "breaches": breaches}
     if not origin.gemms:
-        why = because + "; the weights themselves hold them, so no precision helps: go back to a checkpoint"
+        helps = way_out(origin.slot, origin.first_step, weights=origin.weights)
+        why = f"{because}; no precision helps: {helps}"
         return [Candidate(target=Target(), action="advice", priority=0, because=why, **common)]
     return [
         Candidate(target=Target(gemm=gemm), action="bf16_fallback", priority=0, because=because, **common)
@@ -175,8 +177,8 @@ _WORDS = {
 
 
 def describe(breach: Breach) -> str:
-    """One breach in words: `blocks.3.qkv dgrad is 12 % off the high-precision result (limit 5 %)`."""
-    label, metric, value = breach.slot.label, breach.rule.metric, breach.value
+    """One breach in words: `'blocks.3.qkv' dgrad is 12 % off the high-precision result (limit 5 %)`."""
+    label, metric, value = breach.slot.phrase, breach.rule.metric, breach.value
     if metric == "relative_error":
         return f"{label} is {percent(value)} {_WORDS[metric]} (limit {percent(breach.limit)})"
     if metric in _WORDS:

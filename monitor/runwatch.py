@@ -1,8 +1,9 @@
 """Watches the run's own values: a loss or norm that is no number."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Literal
 
 from fp8_safeguard.monitor.thresholds import Threshold
@@ -19,6 +20,14 @@ GRADIENT_NORM = Threshold(
     watch=0.0,
     origin="a gradient scaler overflows now and then to find its scale; two samples in a row without it are news",
 )
+LOSS_JUMP = Threshold(
+    rule="loss-jump",
+    metric="loss",
+    watch_over_median=3.0,
+    origin="three times the median of the run's recent losses, in two samples in a row",
+)
+JUMP_SAMPLES = 8
+"""Positive losses that the median is made of; with fewer there is none."""
 LOSS_SERIOUS_SAMPLES = 2
 NORM_SERIOUS_SAMPLES = 5
 """Consecutive samples after which it is serious: a trainer that skips such steps has not learnt anything in them."""
@@ -26,7 +35,7 @@ NORM_SERIOUS_SAMPLES = 5
 
 @dataclass(frozen=True)
 class RunBreach:
-    """A value of the run that is no number."""
+    """A value of the run that is no number, or too large."""
 
     rule: Threshold
     value: float
@@ -61,9 +70,27 @@ def run_breaches(
     return found
 
 
+def loss_jump(loss: float | None, recent: Sequence[float]) -> RunBreach | None:
+    """The breach of a loss far above the recent ones. It waits for a second sample, and never asks for a remedy."""
+    ratio = LOSS_JUMP.watch_over_median
+    if loss is None or not math.isfinite(loss) or len(recent) < JUMP_SAMPLES or ratio is None:
+        return None
+    limit = ratio * median(recent)
+    if loss <= limit:
+        return None
+    return RunBreach(LOSS_JUMP, loss, "watch", False, limit, loss / limit)
+
+
+def with_loss(recent: tuple[float, ...], loss: float | None, *, jumped: bool) -> tuple[float, ...]:
+    """The recent losses with one more, if it is positive and no jump: a fault is not a new normal."""
+    if loss is None or not math.isfinite(loss) or loss <= 0 or jumped:
+        return recent
+    return (*recent, loss)[-JUMP_SAMPLES:]
+
+
 def says_something(key: str, values: Mapping[str, float | None], *, scale_falls: bool) -> bool | None:
     """Whether a step speaks about a key; None for a key that is not the run's."""
-    for rule in (LOSS, GRADIENT_NORM):
+    for rule in (LOSS, LOSS_JUMP, GRADIENT_NORM):
         if key == rule.rule:
             return values.get(rule.metric) is not None and not (rule is GRADIENT_NORM and scale_falls)
     return None

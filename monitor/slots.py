@@ -90,10 +90,19 @@ class Slot:
     @cached_property
     def label(self) -> str:
         """How people read it: `blocks.3.mlp.down x row`, `blocks.3.mlp.down wgrad, expert 7`."""
+        return f"{self.layer} {self._part}"
+
+    @property
+    def phrase(self) -> str:
+        """`label` in a sentence, the layer in quotes: a name like 0 reads as a number there."""
+        return f"{self.layer!r} {self._part}"
+
+    @property
+    def _part(self) -> str:
         what = self.gemm or f"{self.operand} {self.layout}"
         expert = "" if self.expert is None else f", expert {self.expert}"
         variant = "" if self.variant is None else f", {self.variant}"
-        return f"{self.layer} {what}{expert}{variant}"
+        return f"{what}{expert}{variant}"
 
     def to_wire(self) -> dict[str, Any]:
         """JSON object with the fields that are set; the position in a sample's list is added there."""

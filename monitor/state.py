@@ -62,6 +62,8 @@ class PolicyState:
     """The last step at which a reason for advice held, by spot: advice is given once."""
     costs: Costs = field(default_factory=Costs)
     loss_scale: float | None = None
+    losses: tuple[float, ...] = ()
+    """The recent losses that were no jump, the oldest first."""
     decisions_made: int = 0
 
     def to_dict(self) -> dict[str, Any]:
@@ -78,6 +80,7 @@ class PolicyState:
             "advised": dict(self.advised),
             "costs": dict(self.costs.layers),
             "loss_scale": encode_number(self.loss_scale),
+            "losses": list(self.losses),
             "decisions_made": self.decisions_made,
         }
 
@@ -96,6 +99,7 @@ class PolicyState:
             advised=dict(stored["advised"]),
             costs=Costs(dict(stored["costs"])),
             loss_scale=decode_number(stored["loss_scale"]),
+            losses=tuple(stored.get("losses", ())),
             decisions_made=stored["decisions_made"],
         )
 

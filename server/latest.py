@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from sqlalchemy import Connection, Row
 
 from fp8_safeguard.monitor.metrics import DERIVED_METRICS, METRICS, worst
+from fp8_safeguard.monitor.nonfinite import RULE as NON_FINITE
 from fp8_safeguard.monitor.slots import Slot
 from fp8_safeguard.monitor.thresholds import get_preset, thresholds_for
 from fp8_safeguard.server.branch import last_steps, visible_rows
@@ -63,7 +64,18 @@ class Latest:
                 reading = _read(tensor, metric, value, step, lines)
                 if reading and reading.excess > getattr(found.get(tensor.layer), "excess", -1.0):
                     found[tensor.layer] = reading
-        return found
+        return {**found, **self.nonfinite_by_layer()}
+
+    def nonfinite_by_layer(self) -> dict[str, Reading]:
+        """For each layer that holds non-finite values the tensor to look at: nothing is worse, whatever else is over."""
+        values, steps = self.values(NON_FINITE.metric)
+        places = zip(self.grid.tensors, values.tolist(), steps.tolist(), strict=True)
+        bad = [(tensor, value, step) for tensor, value, step in places if value > 0]
+        bad.sort(key=lambda place: _downstream(place[0]), reverse=True)
+        metric, limit = NON_FINITE.metric, NON_FINITE.watch or 0.0
+        return {
+            tensor.layer: Reading(tensor, metric, value, step, limit, np.inf) for tensor, value, step in bad
+        }
 
 
 def load_latest(conn: Connection, run: Row[Any], upto: int | None = None) -> Latest:
@@ -92,6 +104,14 @@ def _as_sent_last(
         real.sort(key=lambda slot: slot.expert is None)
         found.update({tensor_of(slot): slot for slot in real})
     return found
+
+
+_PATH = ("x", "w", "fprop", "dy", "dgrad", "wgrad")
+"""The way through a layer: what comes before a result is where its non-finite values come from."""
+
+
+def _downstream(tensor: Tensor) -> tuple[int, bool]:
+    return _PATH.index(tensor.gemm or tensor.operand or "x"), tensor.layout == "col"
 
 
 def _kind(slot: Slot) -> tuple[str | None, ...]:

@@ -5,9 +5,10 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
-from sqlalchemy import Connection, Row
+from sqlalchemy import Connection, Row, select
 
 from fp8_safeguard.monitor.budget import fallbacks
+from fp8_safeguard.monitor.nonfinite import RULE as NON_FINITE
 from fp8_safeguard.monitor.plan import Plan
 from fp8_safeguard.monitor.precision import BF16, FP8, precisions_of
 from fp8_safeguard.monitor.slots import GEMMS
@@ -20,6 +21,7 @@ from fp8_safeguard.server.latest import Latest, Reading, load_latest
 from fp8_safeguard.server.paging import DEFAULT_PAGE, decode_token, encode_token
 from fp8_safeguard.server.runlookup import find_run
 from fp8_safeguard.server.slotlists import layers_of, of_run
+from fp8_safeguard.server.tables import alerts
 
 LAYER_STATES = ("healthy", "watch", "unstable", "fallback", "unknown", "stale")
 ORDERS = ("severity", "-severity", "layer", "name")
@@ -46,7 +48,8 @@ def layers(
     at = decode_token(page_token, ("offset", "upto")) or {"offset": 0, "upto": newest[-1] if newest else 0}
     rows = layer_rows(conn, row, upto=at["upto"])
     if order_by in ("severity", "-severity"):
-        rows.sort(key=lambda item: -item[1].excess if item[1] else 1.0)
+        troubled = _troubled(conn, row, at["upto"])
+        rows.sort(key=lambda item: _severity(item[0], item[1], troubled))
     elif order_by == "name":
         rows.sort(key=lambda item: str(item[0]["layer"]))
     matching = [
@@ -60,6 +63,23 @@ def layers(
     more = len(matching) > page_size
     token = encode_token({"offset": shown[-1][0] + 1, "upto": at["upto"]}) if more else None
     return {"items": [item for _, item in shown], "next_page_token": token}
+
+
+def _severity(item: dict[str, Any], reading: Reading | None, troubled: dict[str, str]) -> tuple[int, float]:
+    """Worst first: trouble that is there, by the alerts or in the newest values, before what is only near its limit."""
+    broken = reading is not None and reading.metric == NON_FINITE.metric
+    severity = "act" if broken else troubled.get(item["layer"], "")
+    return ("act", "watch", "").index(severity), -reading.excess if reading else 1.0
+
+
+def _troubled(conn: Connection, row: Row[Any], upto: int) -> dict[str, str]:
+    """The severity of the open alerts of each layer that has any, as they were at a step: pages must not shift."""
+    then = (alerts.c.raised_step <= upto, alerts.c.layer.is_not(None))
+    open_then = (alerts.c.state == "open") | (alerts.c.resolved_step > upto)
+    query = select(alerts.c.layer, alerts.c.severity).where(alerts.c.run_id == row.id, *then, open_then)
+    # "act" goes over "watch".
+    found = conn.execute(query.order_by(alerts.c.severity.desc()))
+    return {alert.layer: alert.severity for alert in found}
 
 
 def layer_rows(

@@ -7,6 +7,7 @@ from typing import Any
 from sqlalchemy import Connection, Row, func, select
 
 from fp8_safeguard.monitor.budget import fallbacks
+from fp8_safeguard.monitor.runwatch import LOSS
 from fp8_safeguard.server.alertlog import count_alerts, is_silenced, standing_of, unresolved
 from fp8_safeguard.server.answers import rfc3339
 from fp8_safeguard.server.audit import plan_from
@@ -14,8 +15,8 @@ from fp8_safeguard.server.branch import Segment, live_branch, segment_rows
 from fp8_safeguard.server.paging import DEFAULT_PAGE, decode_token, encode_token
 from fp8_safeguard.server.runlookup import find_run
 from fp8_safeguard.server.store import freshness_of
-from fp8_safeguard.server.tables import attempts, runs, samples
-from fp8_safeguard.server.verdict import Situation, verdict_of
+from fp8_safeguard.server.tables import attempts, decisions, runs, samples
+from fp8_safeguard.server.verdict import Situation, is_broken, verdict_of
 
 RUN_STATES = ("healthy", "watch", "unstable", "fallback", "stale", "ended")
 
@@ -32,6 +33,8 @@ class Health:
     """Layers with a GEMM in BF16 by the plan."""
     what_if: dict[str, Any] | None
     """The oldest alert of a layer that runs in high precision and would be in trouble in FP8."""
+    loss_alert: dict[str, Any] | None
+    """The open alert on a loss that is no number."""
 
     @property
     def state(self) -> str:
@@ -83,18 +86,37 @@ def health_of(conn: Connection, row: Row[Any]) -> Health:
     now = freshness_of(conn)[0]
     found = unresolved(conn, row.id)
     plan = plan_from(row)
-    bodies = {alert.id: json.loads(alert.body) for alert in found}
+    bodies = {alert.id: {**json.loads(alert.body), "id": alert.id} for alert in found}
     held = {alert.id for alert in found if standing_of(bodies[alert.id], alert.state, plan) == "held"}
     open_alerts = [alert for alert in found if alert.id not in held]
-    # "act" sorts before "watch"; among equals the oldest is the cause to look at first.
-    ranked = sorted(open_alerts, key=lambda alert: (is_silenced(alert.silenced_until, now), alert.severity))
+    # "act" sorts before "watch"; among equals a layer, and of those the oldest, is the cause to look at first.
+    ranked = sorted(
+        open_alerts,
+        key=lambda alert: (is_silenced(alert.silenced_until, now), alert.severity, alert.layer is None),
+    )
     what_ifs = (bodies[alert.id] for alert in found if alert.id in held and bodies[alert.id].get("what_if"))
     return Health(
         worst_alert=bodies[ranked[0].id] if ranked else None,
         severities=frozenset(alert.severity for alert in open_alerts),
         fallbacks=len({layer for layer, _ in fallbacks(plan)}),
         what_if=next(what_ifs, None),
+        loss_alert=next((bodies[alert.id] for alert in open_alerts if alert.rule == LOSS.rule), None),
     )
+
+
+def _advice(conn: Connection, row: Row[Any], alert: dict[str, Any] | None) -> str | None:
+    """What the policy advises about an alert of a layer for which it has decided nothing else."""
+    if alert is None or alert["severity"] != "act" or alert["layer"] is None:
+        return None
+    mine = (decisions.c.run_id == row.id, decisions.c.layer == alert["layer"])
+    query = select(decisions.c.action, decisions.c.body).where(*mine, decisions.c.step >= alert["first_step"])
+    made = conn.execute(query.order_by(decisions.c.number)).all()
+    said = [json.loads(decision.body) for decision in made if decision.action == "advice"]
+    said = [body for body in said if body["rule"] == alert["rule"]]
+    if not said or len(said) < len(made):
+        return None
+    # The last part of a reason is what follows from it.
+    return str(said[-1]["reason"]).rpartition("; ")[2]
 
 
 def attempts_of(conn: Connection, run: str) -> dict[str, Any]:
@@ -141,10 +163,13 @@ def detail_of(conn: Connection, row: Row[Any]) -> dict[str, Any]:
     last = _last_values(conn, branch, newest.groups)
     health = health_of(conn, row)
     state = _state(conn, row, health)
+    # A run that ended with a loss that is no number did not end well, however few its alerts.
+    lost = state == "ended" and is_broken(last["loss"])
+    condition = "unstable" if lost else health.state
     verdict = verdict_of(
         Situation(
             state=state,
-            health=health.state,
+            health=condition,
             mode=row.mode,
             worst_alert=health.worst_alert,
             what_if=health.what_if,
@@ -155,12 +180,15 @@ def detail_of(conn: Connection, row: Row[Any]) -> dict[str, Any]:
             last_conflict_step=newest.last_conflict_step,
             ended_groups=len(json.loads(newest.ended_groups)),
             groups=newest.groups,
+            loss=last["loss"],
+            loss_alert=health.loss_alert,
+            advice=_advice(conn, row, health.worst_alert),
         )
     )
     return {
         "id": row.name,
         "state": state,
-        "health": health.state,
+        "health": condition,
         "verdict": {"state": state, **verdict},
         "mode": row.mode,
         "attempt": newest.name,

@@ -20,14 +20,22 @@ _BACKLOG = 2048
 class _Server(uvicorn.Server):
     """Uvicorn that ends the live streams first; it would wait for their readers otherwise."""
 
-    def __init__(self, config: uvicorn.Config, events: Broadcast) -> None:
+    def __init__(self, config: uvicorn.Config, events: Broadcast, farewell: str = "") -> None:
         super().__init__(config)
         self._events = events
+        self._farewell = farewell
         self.serving = threading.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self.serving.set()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        if self._farewell:
+            # Here, since uvicorn passes SIGTERM on at its end; who listened may be gone by now.
+            with suppress(OSError):
+                print(self._farewell, flush=True)  # noqa: T201 (the other end of this command's output)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._events.close()
@@ -39,7 +47,7 @@ class _Server(uvicorn.Server):
         self.should_exit = True
 
 
-def _server(settings: Settings) -> _Server:
+def _server(settings: Settings, farewell: str = "") -> _Server:
     app = create_app(settings)
     config = uvicorn.Config(
         app,
@@ -49,7 +57,7 @@ def _server(settings: Settings) -> _Server:
         timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
         server_header=False,
     )
-    return _Server(config, app.state.context.events)
+    return _Server(config, app.state.context.events, farewell)
 
 
 def _listen(settings: Settings) -> tuple[socket.socket, str]:
@@ -71,7 +79,7 @@ def _listen(settings: Settings) -> tuple[socket.socket, str]:
 
 def run(settings: Settings) -> None:
     """Serve until interrupted. Raises InsecureBindError, StoreError, and OSError where the port is taken."""
-    server = _server(settings)
+    server = _server(settings, "fp8-safeguard stopped")
     listener, url = _listen(settings)
     print(f"fp8-safeguard serves {url}", flush=True)  # noqa: T201 (the address is this command's output)
     # Uvicorn stops in good order and then passes the interrupt on; that is this command's normal end.

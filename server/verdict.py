@@ -1,11 +1,16 @@
 """What a run's state means: why, and what to do next."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fp8_safeguard.dashboards.metrics import format_value, metric_view
+from fp8_safeguard.monitor.nonfinite import RULE as NON_FINITE
+from fp8_safeguard.monitor.nonfinite import place_of, way_out
 from fp8_safeguard.monitor.numbers import decode_number
+from fp8_safeguard.monitor.runwatch import LOSS
+from fp8_safeguard.monitor.slots import Slot
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +35,12 @@ class Situation:
     last_conflict_step: int | None
     ended_groups: int
     groups: int
+    loss: Any = None
+    """The newest, as the API shows it."""
+    loss_alert: Mapping[str, Any] | None = None
+    """The open alert on a loss that is no number."""
+    advice: str | None = None
+    """What the policy advises about the worst alert where it has nothing to switch."""
 
 
 def verdict_of(now: Situation) -> dict[str, str]:
@@ -66,21 +77,48 @@ def _verdict(now: Situation) -> tuple[str, str]:
     return "every judged slot is within its thresholds", "nothing to do"
 
 
-_ENDINGS = {
-    "healthy": "healthy",
-    "watch": "with alerts that were only worth watching",
-    "unstable": "unstable: with open alerts that nothing held",
-}
-
-
 def _ended(now: Situation) -> tuple[str, str]:
-    how = _ENDINGS.get(now.health, f"with its faults held by the plan: {_deviations(now.plan)}")
-    if now.health == "watch" and now.worst_alert is None:
-        how = "healthy, but layers that ran in high precision would have been in trouble in FP8"
-    return (
-        f"the trainer said that the run has ended, after step {now.last_step}, {how}",
-        "compare it, or export it",
-    )
+    how, then = _ending(now)
+    return f"ended {how}; last sample at step {now.last_step}", then
+
+
+def _ending(now: Situation) -> tuple[str, str]:
+    """How a run ended, the word that matters first, and what to do."""
+    done = "compare it, or export it"
+    if now.health == "unstable":
+        return f"unstable: {'; '.join(_endings(now))}", _remedy(now) or _LOOK
+    if now.health == "watch" and now.worst_alert is not None:
+        return f"with an alert worth watching: {_numbered(now.worst_alert, why_alert(now.worst_alert))}", done
+    if now.health == "watch":
+        return "healthy, but layers that ran in high precision would have been in trouble in FP8", done
+    if now.health == "fallback":
+        return f"with its faults held by the plan: {_deviations(now.plan)}", done
+    return "healthy", done
+
+
+_LOOK = "look at its earliest alert before using what it has learnt"
+
+
+def _endings(now: Situation) -> list[str]:
+    said = []
+    if now.loss_alert is not None:
+        since = f"non-finite loss since step {now.loss_alert.get('first_step')}"
+        said.append(_numbered(now.loss_alert, since))
+    elif is_broken(now.loss):
+        said.append(f"its loss is {now.loss}")
+    if now.worst_alert is not None and now.worst_alert.get("rule") != LOSS.rule:
+        said.append(_numbered(now.worst_alert, why_alert(now.worst_alert)))
+    return said
+
+
+def is_broken(value: Any) -> bool:
+    """Whether a number of the API was sent, and is none."""
+    number = decode_number(value)
+    return number is not None and not math.isfinite(number)
+
+
+def _numbered(alert: Mapping[str, Any], text: str) -> str:
+    return f"{text}, alert {alert['id']}" if "id" in alert else text
 
 
 def _stale(now: Situation) -> tuple[str, str]:
@@ -92,6 +130,8 @@ def _stale(now: Situation) -> tuple[str, str]:
             "look at the log of the groups that did not end",
         )
     before = "" if now.health == "healthy" else f"; before that it was {now.health}"
+    if now.health == "unstable":
+        before += f": {'; '.join(_endings(now))}"
     return (
         f"{minutes}: the trainer stopped, or the network is down{before}",
         "look at the trainer's log, then at the address its client reports to; what it measured meanwhile is in its "
@@ -101,7 +141,7 @@ def _stale(now: Situation) -> tuple[str, str]:
 
 def _deviations(plan: Sequence[Mapping[str, Any]]) -> str:
     """What the plan changes, the first two layers by name."""
-    names = sorted({entry["layer"] for entry in plan})
+    names = [repr(layer) for layer in sorted({entry["layer"] for entry in plan})]
     more = f" and {len(names) - 2} more" if len(names) > 2 else ""
     fallback = any(entry["action"] == "bf16_fallback" for entry in plan)
     return f"{', '.join(names[:2])}{more} {'in BF16' if fallback else 'with other scales'}"
@@ -110,19 +150,23 @@ def _deviations(plan: Sequence[Mapping[str, Any]]) -> str:
 def why_alert(alert: Mapping[str, Any]) -> str:
     """An alert in one sentence."""
     slot = alert.get("slot") or {}
-    where = slot.get("gemm") or " ".join(part for part in (slot.get("operand"), slot.get("layout")) if part)
-    place = f"{alert['layer']} {where}".strip() if alert.get("layer") else "the whole run"
-    view = metric_view(str(alert.get("metric")))
-    value, limit = (decode_number(alert.get(name)) for name in ("value", "threshold"))
     others = len(alert.get("slots") or ()) - 1
     more = f", and {others} more of its tensors" if others > 0 else ""
+    if alert.get("rule") == NON_FINITE.rule and slot:
+        begin = f"non-finite values begin in {place_of(Slot.from_wire(slot))}"
+        return f"{begin} at step {alert.get('first_step')}{more}"
+    where = slot.get("gemm") or " ".join(part for part in (slot.get("operand"), slot.get("layout")) if part)
+    place = f"{alert['layer']!r} {where}".strip() if alert.get("layer") else "the whole run"
+    view = metric_view(str(alert.get("metric")))
+    value, limit = (decode_number(alert.get(name)) for name in ("value", "threshold"))
     beyond = "" if limit is None else f" (limit {format_value(limit, view)})"
     return f"{place}: {view.label} {format_value(value, view)}{beyond} since step {alert.get('first_step')}{more}"
 
 
 def _next_step(now: Situation) -> str:
-    if now.worst_alert is not None and now.worst_alert.get("layer") is None:
-        return "look at the loss and the learning rate, and at the earliest alert of a layer"
+    remedy = _remedy(now)
+    if remedy is not None:
+        return remedy
     if now.state == "watch":
         return "watch it: nothing is decided on this alone"
     if now.mode == "enforce":
@@ -130,3 +174,19 @@ def _next_step(now: Situation) -> str:
     if now.mode == "advise":
         return "approve or reject the proposed decision"
     return "the run is only observed; change its mode to advise or enforce to let a remedy take effect"
+
+
+def _remedy(now: Situation) -> str | None:
+    """What people can do where no change of precision helps; None where one may, or nothing is known to help."""
+    alert = now.worst_alert
+    if alert is None:
+        return None
+    if alert.get("rule") == NON_FINITE.rule and alert.get("slot"):
+        live = [item["slot"] for item in alert.get("slots") or () if not item.get("over")]
+        weights = any(slot.get("operand") == "w" for slot in live)
+        helps = way_out(Slot.from_wire(alert["slot"]), int(alert["first_step"]), weights=weights)
+        if helps:
+            return f"no precision helps: {helps}"
+    if alert.get("layer") is None:
+        return "look at the loss and the learning rate, and at the earliest alert of a layer"
+    return None if now.advice is None else f"nothing to switch here: {now.advice}"

@@ -30,7 +30,7 @@ def login_page(context: InContext, next: str = "/") -> Response:
     """The form; straight on where no token is asked for."""
     if not asks_for_tokens(context):
         return RedirectResponse(local_path(next), status_code=303)
-    return render("login.html", next=local_path(next), failed=False)
+    return render("login.html", next=local_path(next), failed="")
 
 
 @router.post("/login", dependencies=[Depends(refuse_other_sites)])
@@ -41,9 +41,15 @@ async def login(request: Request, context: InContext) -> Response:
     secret, place = (form.get(name, [""])[-1] for name in ("token", "next"))
     found = await run_in_threadpool(find_caller, context, secret.strip())
     if found is None:
-        refused = render("login.html", status=401, next=local_path(place), failed=True)
+        said = "This token is unknown, revoked or expired."
+        refused = render("login.html", status=401, next=local_path(place), failed=said)
         refused.headers["WWW-Authenticate"] = CHALLENGE
         return refused
+    scopes = found[0].scopes
+    if not scopes & {"read", "admin"}:
+        only = " and ".join(sorted(scopes)) or "no scope"
+        said = f"This token has only {only}; a browser needs read."
+        return render("login.html", status=403, next=local_path(place), failed=said)
     answer = RedirectResponse(local_path(place), status_code=303)
     answer.set_cookie(
         SESSION_COOKIE,

@@ -52,7 +52,7 @@ def run_list(request: Request, conn: Reading) -> Response:
             "id": item["id"],
             "state": view.state_of(item),
             "ending": view.ending_of(item),
-            "why": view.list_why(item),
+            "why": str((item.get("verdict") or {}).get("why", "")),
             "alerts": view.alert_words(item["alerts"]),
             "stats": {stat.label: stat for stat in view.run_stats(item)},
             "last_report": item.get("last_report"),

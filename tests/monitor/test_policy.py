@@ -56,7 +56,7 @@ def test_the_decision_says_why_with_its_numbers(
     )
     assert made.rule == "weight-underflow"
     assert made.reason == (
-        f"{made.layer}: 0.45 % of w and 2.8 % of x vanish in quantisation (limits together: 0.3 % and 0.5 %); "
+        f"'{made.layer}': 0.45 % of w and 2.8 % of x vanish in quantisation (limits together: 0.3 % and 0.5 %); "
         "fprop goes to BF16"
     )
     x, w = made.evidence["signals"]
@@ -224,7 +224,7 @@ def test_one_isolated_non_finite_sample_alerts_and_two_in_a_row_fall_back(
     assert decisions == []
     state, decisions = follow([observation(3, slots, ill)], config, state)
     assert asked(decisions) == [(LAYER, "fprop", "bf16_fallback")]
-    assert "non-finite values begin in blocks.3.qkv fprop" in decisions[0].reason
+    assert "3 non-finite values begin in 'blocks.3.qkv' fprop at step 2" in decisions[0].reason
     assert [alert.severity for alert in state.alerts.values()] == ["act"]
 
 

@@ -238,3 +238,34 @@ def test_b54_b80_every_answer_is_strict_json_whatever_was_measured(
     assert amax["values"] == ["NaN", "Infinity", "-Infinity"]
     assert amax["nonfinite"] == [[0, 1, 1], [1, 1, 1], [2, 1, 1]]
     assert math.isnan(float(client.get(f"{API}/demo/series?metric=loss").json()["values"][0]))
+
+
+def test_a_layer_in_trouble_is_the_worst_however_near_others_are(client: TestClient, documents: Any) -> None:
+    """One layer's result is NaN; a healthy one before it is nearer to its limits than that one's other tensors."""
+    slots = documents.slots(4)
+    values = [documents.values(slot) for slot in slots]
+    for slot, held in zip(slots, values, strict=True):
+        if slot["layer"] == "blocks.2.mlp" and slot.get("gemm") == "fprop":
+            held["nan"] = 9
+        if slot["layer"] == "blocks.1.mlp" and slot.get("operand") == "w":
+            held["underflow"] = held["zeros"] = 6000
+    for step in range(2):
+        client.post(f"{API}/demo/samples", json=documents.sample(step, slots, values))
+    items = client.get(f"{API}/demo/layers").json()["items"]
+    assert [item["layer"] for item in items[:2]] == ["blocks.2.mlp", "blocks.1.mlp"]
+    assert items[0]["state"] == "unstable"
+    assert items[0]["worst"] == {
+        "metric": "nonfinite_count",
+        "operand": None,
+        "layout": None,
+        "gemm": "fprop",
+        "value": 9,
+        "threshold": 0,
+        "step": 1,
+    }
+    # Clean again, but the alert stays open until that was seen for some samples.
+    values = [{**held, "nan": 0} for held in values]
+    client.post(f"{API}/demo/samples", json=documents.sample(2, slots, values))
+    again = client.get(f"{API}/demo/layers").json()["items"]
+    assert again[0]["layer"] == "blocks.2.mlp"
+    assert again[0]["worst"]["metric"] != "nonfinite_count"

@@ -265,6 +265,22 @@ def test_a_wrong_token_begins_no_session(browser: TestClient) -> None:
 
 
 @pytest.mark.parametrize(
+    ("scopes", "said"),
+    [(["ingest"], "has only ingest;"), (["control", "ingest"], "has only control and ingest;")],
+)
+def test_a_token_that_may_not_read_begins_no_session(
+    browser: TestClient, store: Store, scopes: list[Any], said: str
+) -> None:
+    _, secret = create_token(store, name="trainer", scopes=scopes)
+    answer = log_in(browser, secret)
+    assert answer.status_code == 403
+    assert f"This token {said} a browser needs read." in answer.text
+    assert "set-cookie" not in answer.headers
+    _, all_of_it = create_token(store, name="boss", scopes=["admin"])
+    assert log_in(browser, all_of_it).status_code == 303
+
+
+@pytest.mark.parametrize(
     "place",
     ["http://evil.example/", "//evil.example", "/\\evil.example", "javascript:alert(1)", "", "/\tx", "x"],
 )

@@ -33,7 +33,7 @@ def test_how_a_run_ended_is_kept_apart_from_its_silence(client: TestClient, post
     )
     assert ended["verdict"] == {
         "state": "ended",
-        "why": "the trainer said that the run has ended, after step 0, healthy",
+        "why": "ended healthy; last sample at step 0",
         "next": "compare it, or export it",
     }
     clock.now += 10_000
@@ -43,13 +43,104 @@ def test_how_a_run_ended_is_kept_apart_from_its_silence(client: TestClient, post
     client.patch(API, json={"ended": True})
     detail = client.get(API).json()
     assert (detail["state"], detail["health"]) == ("ended", "fallback")
-    assert detail["verdict"]["why"].endswith("with its faults held by the plan: blocks.0.mlp in BF16")
+    assert detail["verdict"]["why"] == (
+        "ended with its faults held by the plan: 'blocks.0.mlp' in BF16; last sample at step 1"
+    )
 
 
 def test_a_run_that_ended_in_trouble_says_so(client: TestClient, post: Any) -> None:
     post(0, error=0.5, mode="observe")
     client.patch(API, json={"ended": True})
-    assert client.get(API).json()["verdict"]["why"].endswith("unstable: with open alerts that nothing held")
+    (item,) = client.get("/api/v1/runs").json()["items"]
+    assert (item["state"], item["health"]) == ("ended", "unstable")
+    assert item["verdict"]["why"] == (
+        "ended unstable: 'blocks.0.mlp' dgrad: GEMM error 50 % (limit 5 %) since step 0, alert 1; last sample at step 0"
+    )
+    assert item["verdict"]["next"] == "look at its earliest alert before using what it has learnt"
+
+
+def dying(client: TestClient, documents: Any, mode: str = "observe", sick: str = "x") -> None:
+    """One NaN in an operand of the first layer at step 30, in every weight and the loss from step 31 on."""
+    slots = documents.slots(2)
+    for step in (30, 31, 32):
+        bad = [
+            slot.get("operand") == "w"
+            if step > 30
+            else (slot["layer"], slot.get("operand")) == (slots[0]["layer"], sick)
+            for slot in slots
+        ]
+        values = [documents.values(slot, nan=int(ill)) for slot, ill in zip(slots, bad, strict=True)]
+        loss = 2.5 if step == 30 else "NaN"
+        body = documents.sample(step, slots, values, mode=mode, run={"loss": loss})
+        assert client.post(f"{API}/samples", json=body).status_code == 200
+
+
+BEGAN = "non-finite values begin in the input of layer 'blocks.0.mlp' at step 30"
+WAY_OUT = (
+    "no precision helps: look at the batch, or at what comes before this layer; its weight holds them by now, too: "
+    "go back to a checkpoint before step 30"
+)
+
+
+@pytest.mark.parametrize("mode", ["observe", "advise", "enforce"])
+def test_what_no_precision_helps_asks_for_no_other_mode(
+    client: TestClient, documents: Any, mode: str
+) -> None:
+    dying(client, documents, mode)
+    verdict = client.get(API).json()["verdict"]
+    assert verdict["state"] == "unstable"
+    assert verdict["why"].startswith(BEGAN)
+    assert verdict["next"] == WAY_OUT
+
+
+def test_a_run_that_died_does_not_look_fine_after_its_end(client: TestClient, documents: Any) -> None:
+    dying(client, documents)
+    client.patch(API, json={"ended": True})
+    detail = client.get(API).json()
+    (item,) = client.get("/api/v1/runs").json()["items"]
+    assert detail == item
+    assert (detail["state"], detail["health"]) == ("ended", "unstable")
+    number = {alert["rule"]: alert["id"] for alert in client.get(f"{API}/alerts").json()["items"]}
+    why = detail["verdict"]["why"]
+    assert why.startswith(
+        f"ended unstable: non-finite loss since step 31, alert {number['nonfinite-loss']}; {BEGAN}"
+    )
+    assert why.endswith(f", alert {number['non-finite']}; last sample at step 32")
+    assert detail["verdict"]["next"] == WAY_OUT
+
+
+def test_a_loss_that_is_no_number_is_a_bad_end_without_any_alert(client: TestClient, documents: Any) -> None:
+    client.post(f"{API}/samples", json=documents.sample(7, run={"loss": "Infinity"}))
+    (alert,) = client.get(f"{API}/alerts").json()["items"]
+    client.post(f"/api/v1/alerts/{alert['id']}:resolve")
+    client.patch(API, json={"ended": True})
+    detail = client.get(API).json()
+    assert (detail["state"], detail["health"]) == ("ended", "unstable")
+    assert detail["verdict"]["why"] == "ended unstable: its loss is Infinity; last sample at step 7"
+
+
+def test_a_run_that_fell_silent_in_trouble_says_what_it_was(
+    client: TestClient, documents: Any, clock: Any
+) -> None:
+    dying(client, documents)
+    clock.now += 600
+    detail = client.get(API).json()
+    assert detail["state"] == "stale"
+    assert "before that it was unstable: non-finite loss since step 31" in detail["verdict"]["why"]
+
+
+def test_a_layer_that_is_not_ours_to_switch_asks_for_no_other_mode(
+    client: TestClient, documents: Any
+) -> None:
+    """Its results are emulated, so it computes in a higher precision already."""
+    slots = [{**slot, **({"emulated": True} if "gemm" in slot else {})} for slot in documents.slots(1)]
+    values = [documents.values(slot, nan=int(slot.get("gemm") == "fprop")) for slot in slots]
+    for step in range(2):
+        body = documents.sample(step, slots, values, mode="observe")
+        assert client.post(f"{API}/samples", json=body).status_code == 200
+    verdict = client.get(API).json()["verdict"]
+    assert verdict["state"] == "unstable"
+    assert verdict["next"] == "nothing to switch here: the gemm runs in BF16 already, so the cause is not FP8"
 
 
 def test_a_stale_run_says_what_it_was_and_what_to_do(client: TestClient, post: Any, clock: Any) -> None:
@@ -101,7 +192,7 @@ def test_a_verdict_names_how_many_tensors_an_alert_is_about(client: TestClient, 
         values[place]["sum_sq_err"] = values[place]["sum_sq"] * 0.25
     client.post(f"{API}/samples", json=documents.sample(0, slots, values))
     assert client.get(API).json()["verdict"]["why"] == (
-        "blocks.0.mlp dgrad: GEMM error 50 % (limit 5 %) since step 0, and 1 more of its tensors"
+        "'blocks.0.mlp' dgrad: GEMM error 50 % (limit 5 %) since step 0, and 1 more of its tensors"
     )
 
 

@@ -1,0 +1,95 @@
+"""Where non-finite values began stays where they began, whatever one poisoned update does to the layers."""
+
+from typing import Any
+
+import pytest
+
+from fp8_safeguard.monitor.alerts import is_held
+from fp8_safeguard.monitor.policy import PolicyState
+
+FIRST, LATER = "blocks.0.qkv", "blocks.2.qkv"
+
+
+def poisoned(slots: Any) -> dict[tuple[str, str], dict[str, int]]:
+    """One update after a NaN loss: every weight, and with it every result, is NaN; inputs of the first layer are not."""
+    return {
+        (slot.layer, slot.gemm or f"{slot.operand} {slot.layout}"): {"nan": 16384}
+        for slot in slots
+        if not (slot.layer == FIRST and slot.operand == "x")
+    }
+
+
+def test_one_nan_in_a_batch_is_blamed_on_the_batch_after_the_update_too(
+    slots: Any, observation: Any, follow: Any, asked: Any
+) -> None:
+    state, decisions = follow([observation(30, slots, {(FIRST, "x row"): {"nan": 1}})])
+    state, decisions = follow((observation(at, slots, poisoned(slots)) for at in range(31, 50)), state=state)
+    (alert,) = (alert for alert in state.alerts.values() if alert.rule == "non-finite")
+    shown = alert.to_wire()
+    assert (shown["layer"], shown["slot"]) == (FIRST, {"layer": FIRST, "operand": "x", "layout": "row"})
+    assert (shown["first_step"], shown["value"], shown["severity"]) == (30, 1, "act")
+    listed = {signal.slot.label: signal.value for signal in alert.signals if signal.slot is not None}
+    assert listed[f"{FIRST} x row"] == 1
+    wanted = ("w tile", "dy row", "dy col", "fprop", "dgrad", "wgrad")
+    assert {name: listed.get(f"{FIRST} {name}") for name in wanted} == dict.fromkeys(wanted, 16384)
+    assert asked(decisions) == [(FIRST, "layer", "advice")]
+    assert decisions[0].reason == (
+        "1 non-finite values begin in the input of layer 'blocks.0.qkv' at step 30, and in 23 other layers after it; "
+        "no precision helps: look at the batch, or at what comes before this layer; its weight holds them by now, too: "
+        "go back to a checkpoint before step 30"
+    )
+    assert len(decisions[0].evidence["signals"]) == 1 + len(wanted)
+
+
+@pytest.mark.parametrize("fprop", [0, 7], ids=["alone", "with its result"])
+def test_a_non_finite_input_asks_for_no_precision(
+    slots: Any, observation: Any, follow: Any, asked: Any, fprop: int
+) -> None:
+    ill = {(LATER, "x row"): {"nan": 2}, (LATER, "fprop"): {"nan": fprop}}
+    _, decisions = follow(observation(step, slots, ill) for step in range(4))
+    assert asked(decisions) == [(LATER, "layer", "advice")]
+    assert decisions[0].reason.endswith("look at the batch, or at what comes before this layer")
+
+
+def test_a_nan_in_a_weight_stays_that_weights_after_the_update(
+    slots: Any, observation: Any, follow: Any, asked: Any
+) -> None:
+    ill = {(LATER, "w tile"): {"nan": 1}, (LATER, "fprop"): {"nan": 64}, (FIRST, "dy row"): {"nan": 9}}
+    state, _ = follow([observation(30, slots, ill)])
+    state, decisions = follow((observation(at, slots, poisoned(slots)) for at in (32, 34)), state=state)
+    (alert,) = (alert for alert in state.alerts.values() if alert.rule == "non-finite")
+    assert (alert.layer, alert.first_step) == (LATER, 30)
+    assert alert.worst.slot is not None
+    assert alert.worst.slot.label == f"{LATER} w tile"
+    # The count may rise; the place stays.
+    assert alert.worst.value == 16384
+    assert asked(decisions) == [(LATER, "layer", "advice")]
+    assert "the weight of layer 'blocks.2.qkv' holds them: go back to a checkpoint before step 30" in (
+        decisions[0].reason
+    )
+
+
+def test_a_result_whose_operands_are_clean_is_the_gemms_own(
+    slots: Any, observation: Any, follow: Any, asked: Any
+) -> None:
+    ill = {(LATER, "fprop"): {"nan": 3}, (LATER, "dy row"): {"nan": 4}}
+    state, decisions = follow(observation(step, slots, ill) for step in range(2))
+    assert asked(decisions) == [(LATER, "fprop", "bf16_fallback")]
+    (alert,) = state.alerts.values()
+    assert alert.worst.slot is not None
+    assert alert.worst.slot.label == f"{LATER} fprop"
+    assert is_held(alert.signals, alert.rule, state.plan)
+
+
+def test_once_it_is_gone_the_next_origin_is_found_afresh(slots: Any, observation: Any, follow: Any) -> None:
+    state, _ = follow(
+        [
+            observation(0, slots, {(LATER, "fprop"): {"nan": 3}}),
+            *(observation(step, slots) for step in range(1, 4)),
+        ]
+    )
+    assert state == PolicyState.from_dict(state.to_dict())
+    assert not state.alerts
+    ill = {(FIRST, "fprop"): {"nan": 1}, (LATER, "fprop"): {"nan": 1}}
+    state, _ = follow([observation(9, slots, ill)], state=state)
+    assert [alert.layer for alert in state.alerts.values()] == [FIRST]
