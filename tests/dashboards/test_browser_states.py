@@ -80,6 +80,8 @@ def test_axe_finds_nothing_serious_in_any_state(
         page.goto(f"{server_url}/runs/{run}{query}")
         page.wait_for_function(drawn, timeout=40_000)
         found[run + query] = faults_of(page)
+    page.goto(f"{server_url}/runs/faulty?tab=decisions")
+    page.wait_for_function(drawn, timeout=40_000)
     page.locator("#kill").click()
     found["dialog"] = faults_of(page)
     assert {state: faults for state, faults in found.items() if faults} == {}
