@@ -71,7 +71,7 @@ def test_a_narrow_terminal_keeps_every_word_of_an_alert(service: Any) -> None:
 def test_a_wide_terminal_gets_a_table(service: Any) -> None:
     shown = plain(on_terminal("alerts", "sick-7b", "--server", service.url, columns=160))
     (header,) = [line for line in shown if "severity" in line]
-    assert header.split() == ["id", "step", "severity", "state", "layer", "slot", "rule", "value", "limit"]
+    assert header.split() == ["id", "since", "severity", "state", "layer", "slot", "rule", "value", "limit"]
 
 
 def test_colour_only_where_it_is_wanted(service: Any, cli: Callable[..., Any]) -> None:
