@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 export PYTHONSAFEPATH := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-all check readme screenshots fmt clean
+.PHONY: help setup demo serve test test-kernels test-all check readme screenshots fmt clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -32,7 +32,12 @@ serve: setup  ## Start the server on http://127.0.0.1:8787
 test: setup  ## Run all tests
 	$(BIN)/python -m pytest
 
-test-all: test  ## Run all tests, and the slower suites as they come (there are none yet)
+# Triton reads TRITON_INTERPRET when kernels are decorated: two processes.
+test-kernels: setup  ## Run the Triton kernels' suites: interpreter, then compilation (about ten minutes)
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/interpreter
+	FP8_SAFEGUARD_COMPILE=1 $(BIN)/python -m pytest -q tests/compile
+
+test-all: test test-kernels  ## Run all tests, the slower suites too
 
 check: setup  ## Lint, types, import contracts, docs
 	$(BIN)/ruff format --check .
