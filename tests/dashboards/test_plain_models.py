@@ -97,7 +97,7 @@ def test_the_run_list_tells_how_a_run_ended(
     assert f'class="pill tone-{ending}"' in row
     assert f"ended · {ending}</span>" in row
     # State and step have columns of their own; the sentence itself stays in reach.
-    assert f"<span>{ending}" in row
+    assert f"<span>ended {ending}" in row
     assert detail["verdict"]["why"] in row
     # Nothing follows the mode of a run that is over, and nothing is left to stop.
     tab = httpx2.get(f"{server_url}/runs/{reporter.run}").text
