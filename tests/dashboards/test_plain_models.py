@@ -1,5 +1,6 @@
 """Pages of a plain nn.Sequential: unknown precisions, numbers for names, nothing logged, ended."""
 
+import html
 from collections.abc import Callable
 from typing import Any
 
@@ -98,7 +99,7 @@ def test_the_run_list_tells_how_a_run_ended(
     assert f"ended · {ending}</span>" in row
     # State and step have columns of their own; the sentence itself stays in reach.
     assert f"<span>ended {ending}" in row
-    assert detail["verdict"]["why"] in row
+    assert detail["verdict"]["why"] in html.unescape(row)
     # Nothing follows the mode of a run that is over, and nothing is left to stop.
     tab = httpx2.get(f"{server_url}/runs/{reporter.run}").text
     for control in ('id="mode"', 'id="kill"'):
