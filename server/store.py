@@ -1,5 +1,6 @@
 """The database engine: pragmas, short read and write transactions."""
 
+import sqlite3
 import threading
 import time
 import zlib
@@ -20,6 +21,7 @@ from fp8_safeguard.server.settings import Settings
 _LOCK_SPACE, _RUN_SPACE = 0x0F85AFE, 0x0F85AFF
 _ALL_RUNS, _SLOT_LISTS = 0, 1
 _CONNECT_SECONDS = 10
+_MODE_SECONDS = 10.0
 _KEPT_SLOT_LISTS = 256
 _EXAMPLES = "for example sqlite:///fp8-safeguard.db or postgresql://user@host/name"
 
@@ -196,10 +198,27 @@ def _prepare_sqlite_connection(connection: Any, record: Any) -> None:
     # Transactions are begun by _begin_sqlite; the driver would begin them late and as readers.
     connection.isolation_level = None
     cursor = connection.cursor()
-    cursor.execute("PRAGMA journal_mode = WAL")
+    _use_write_ahead_log(cursor)
     cursor.execute("PRAGMA synchronous = FULL")
     cursor.execute("PRAGMA foreign_keys = ON")
     cursor.close()
+
+
+def _use_write_ahead_log(cursor: Any) -> None:
+    """The first connections to a new file change its mode at once, and SQLite does not wait for that lock by itself."""
+    deadline = time.monotonic() + _MODE_SECONDS
+    while True:
+        try:
+            cursor.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError as error:
+            busy = getattr(error, "sqlite_errorcode", 0) & 0xFF in (
+                sqlite3.SQLITE_BUSY,
+                sqlite3.SQLITE_LOCKED,
+            )
+            if not busy or time.monotonic() > deadline:
+                raise
+        time.sleep(0.01)
 
 
 def _begin_sqlite(conn: Connection) -> None:

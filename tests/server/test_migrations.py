@@ -97,6 +97,22 @@ def test_b59_four_services_that_start_together_on_an_empty_store_all_become_heal
     assert revisions(settings) == ["0002"]
 
 
+def test_b59_a_new_file_that_another_connection_locks_for_a_moment_is_waited_for(
+    settings: Settings, tmp_path: Path
+) -> None:
+    other = sqlite3.connect(tmp_path / "store.db", isolation_level=None, check_same_thread=False)
+    other.execute("CREATE TABLE somebody_elses (id INTEGER)")
+    other.execute("BEGIN EXCLUSIVE")
+    release = threading.Timer(0.3, lambda: other.execute("COMMIT"))
+    release.start()
+    store = open_store(settings.model_copy(update={"busy_timeout_seconds": 0.01}))
+    with store.read() as conn:
+        assert conn.exec_driver_sql("PRAGMA journal_mode").scalar_one() == "wal"
+    store.close()
+    release.join()
+    other.close()
+
+
 def test_b59_four_services_that_start_together_upgrade_a_store_of_the_first_schema_once(
     first: Settings,
 ) -> None:
