@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from fp8_safeguard.kernels import OffsetsError, quantize, tensor_stats
+from fp8_safeguard.kernels import OffsetsError, native, quantize, tensor_stats
 from fp8_safeguard.kernels.codes import get_format
 from fp8_safeguard.kernels.stats import merge_stats
 from fp8_safeguard.monitor.stats import COLUMNS, VECTOR_LENGTH, TensorStats, measure
@@ -104,6 +104,29 @@ def test_sums_of_tiny_and_huge_tensors_keep_their_ratios(
         small, plain = both(scaled * power, implementation, layout), both(scaled, implementation, layout)
         ratios = small[SUMS] / plain[SUMS]
         assert ratios.tolist() == [power**2, power**2, power**2, power**4]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("level", range(len(native.INSTRUCTION_SETS)))
+def test_native_sums_of_large_tensors_are_near_and_their_counts_exact(
+    level: int, layout: str, dtype: torch.dtype, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Above WIDE_SUMS_ELEMENTS a block's sums are float32: every tensor is taken for a large one here."""
+    if level > native.level():
+        pytest.skip(f"this processor has no {native.INSTRUCTION_SETS[level]}")
+    monkeypatch.setattr(native, "level", lambda: level)
+    monkeypatch.setattr(native, "WIDE_SUMS_ELEMENTS", 0)
+    for power in (1.0, 2.0**-100, 2.0**60):
+        x = (torch.randn(300, 1100, generator=generator) * power).to(dtype)
+        x[3], x[5, 7], x[200, 900] = 0, float("nan"), -float("inf")
+        ours, wanted = both(x, native, layout).numpy(), np.asarray(defined(x, layout))
+        np.testing.assert_array_equal(ours[: SUMS[0]], wanted[: SUMS[0]])
+        np.testing.assert_allclose(ours[SUMS], wanted[SUMS], rtol=3e-7, atol=0)
+        # A block within the float32 error of an edge may fall on its other side.
+        bins, wanted_bins = ours[SUMS[-1] + 1 :], wanted[SUMS[-1] + 1 :]
+        assert bins.sum() == wanted_bins.sum()
+        assert np.abs(bins - wanted_bins).sum() <= 2
 
 
 def test_counts_by_hand(implementation: Any) -> None:
