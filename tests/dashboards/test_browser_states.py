@@ -167,7 +167,7 @@ def test_what_was_not_measured_is_said_and_not_drawn(
     assert page.evaluate(f"{HEATMAP}.data[0].z.flat().every((value) => value === null)")
     page.locator("#filter").fill("zzz ")
     dark_page.wait(f"{notes}.includes('no layer’s name contains “zzz ”')")
-    assert page.locator("#matches").text_content() == "0 of 2"
+    dark_page.wait("document.getElementById('matches').textContent === '0 of 2'")
 
 
 def test_a_server_that_goes_away_is_said_and_the_page_resumes_by_itself(
