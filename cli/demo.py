@@ -28,6 +28,10 @@ class DemoError(Exception):
     """The demo could not be run to its end."""
 
 
+class DemoOptionsError(DemoError):
+    """The demo was asked for something that it cannot show."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class DemoOptions:
     """What the command line asks of the demo."""
@@ -54,7 +58,7 @@ class DemoOptions:
 def run_demo(options: DemoOptions) -> DemoReport:
     """Everything from the empty folder to the summary; DemoError says what went wrong."""
     if options.fault_step < MINIMUM_HEALTHY_STEPS:
-        raise DemoError(
+        raise DemoOptionsError(
             f"--steps is {options.steps}; it must be at least {MINIMUM_HEALTHY_STEPS + TAIL_STEPS}: "
             f"{MINIMUM_HEALTHY_STEPS} healthy ones and {TAIL_STEPS} from the fault on"
         )

@@ -89,7 +89,7 @@ def demo(
 ) -> None:
     """Train on real text, break a layer, watch it being saved (about four minutes)."""
     from fp8_safeguard.cli.api import ApiError
-    from fp8_safeguard.cli.demo import DemoError, DemoOptions, run_demo
+    from fp8_safeguard.cli.demo import DemoError, DemoOptions, DemoOptionsError, run_demo
     from fp8_safeguard.cli.server_process import ServerStartError
 
     chosen = DemoOptions(
@@ -97,6 +97,8 @@ def demo(
     )
     try:
         run_demo(chosen)
+    except DemoOptionsError as error:
+        fail(str(error), 2)
     except (DemoError, ServerStartError, ApiError, OSError) as error:
         fail(str(error))
     except KeyboardInterrupt:
@@ -138,7 +140,7 @@ def train(
         fp8-safeguard train --steps 400 --resume tiny.pt
     """
     from fp8_safeguard.cli.train import run_training
-    from fp8_safeguard.trainer import TrainerError
+    from fp8_safeguard.trainer import ConfigError, TrainerError
 
     chosen: dict[str, Any] = {
         "server": server,
@@ -156,6 +158,8 @@ def train(
         interruption = run_training(
             steps, preset=preset, config=config, resume=resume, save=save, changes=changes
         )
+    except ConfigError as error:
+        fail(str(error), 2)
     except (TrainerError, OSError) as error:
         fail(str(error))
     except KeyboardInterrupt:

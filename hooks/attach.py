@@ -29,6 +29,7 @@ from fp8_safeguard.hooks.sample import SampleBuilder
 from fp8_safeguard.hooks.session import Session
 from fp8_safeguard.hooks.settings import Options, resolve
 from fp8_safeguard.hooks.values import Number, number
+from fp8_safeguard.kernels import backend
 from fp8_safeguard.monitor.plan import Plan
 from fp8_safeguard.monitor.wire import Attempt, sample_to_wire
 
@@ -352,5 +353,7 @@ def _say_what_is_observed(model: nn.Module, layers: list[ObservedLayer]) -> None
             "was found that the filter lets pass; Guard.coverage() lists what there is and why it is left out",
             type(model).__name__,
         )
-    elif any(weight.device.type == "cpu" for layer in layers for weight in layer.trainable()):
+    elif backend() == "numba" and any(
+        weight.device.type == "cpu" for layer in layers for weight in layer.trainable()
+    ):
         logger.info("the CPU kernels are compiled in the first sampled step: it takes some seconds longer")

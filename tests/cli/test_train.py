@@ -4,7 +4,11 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 COMMAND = [sys.executable, "-m", "fp8_safeguard.cli.main", "train"]
 
@@ -23,3 +27,20 @@ def test_sigterm_leaves_a_checkpoint_and_says_how_to_resume(tmp_path: Path) -> N
     assert re.search(r"Stopped by SIGTERM after \d+ of 100000 steps", said)
     assert f"Resume with: fp8-safeguard train --resume {tmp_path}/stopped.pt --steps 100000" in said
     assert (tmp_path / "stopped.pt").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["train", "--steps", "1", "--preset", "foo"], "preset is 'foo'; known presets are"),
+        (["train", "--steps", "1", "--config", "missing.toml"], "missing.toml"),
+        (["demo", "--headless", "--steps", "40"], "it must be at least 110"),
+    ],
+    ids=["preset", "config", "demo"],
+)
+def test_what_cannot_be_trained_is_a_usage_error(
+    cli: Callable[..., Any], arguments: list[str], words: str
+) -> None:
+    said = cli(*arguments)
+    assert (said.code, said.out) == (2, "")
+    assert words in said.err

@@ -264,11 +264,19 @@ def test_b11_a_model_of_the_same_class_under_the_same_run_keeps_a_file_of_its_ow
     assert len({guard._session.client.place for guard in guards}) == 2
 
 
-def test_the_compilation_of_the_kernels_is_announced(watch: Watch, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(("kernels", "levels"), [("numba", [logging.INFO]), ("native", [])])
+def test_the_compilation_of_the_kernels_is_announced_where_there_is_one(
+    watch: Watch,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    kernels: str,
+    levels: list[int],
+) -> None:
+    monkeypatch.setattr(sys.modules["fp8_safeguard.hooks.attach"], "backend", lambda: kernels)
     caplog.set_level(logging.INFO, "fp8_safeguard")
     watch(nn.Linear(8, 8))
     lines = [r for r in caplog.records if "compiled in the first sampled step" in r.message]
-    assert [r.levelno for r in lines] == [logging.INFO]
+    assert [r.levelno for r in lines] == levels
 
 
 def test_importing_the_package_loads_neither_numba_nor_the_http_client() -> None:
