@@ -58,19 +58,44 @@ def round_trip_rows(
     return out_RC
 
 
+def measured_rows(
+    x_RC: Tensor, bounds: list[int], layout: str, code_format: CodeFormat, scale: str, multiplier: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes [R,C], scales and the TensorStats vectors of the segments, float64 [S,29], from one read of x."""
+    rows, columns = x_RC.shape
+    row_blocks = rows if layout == "row" else _row_blocks(bounds)
+    scales = torch.empty((row_blocks, columns if layout == "col" else -(-columns // BLOCK)))
+    codes_RC = torch.empty((rows, columns), dtype=torch.uint8)
+    out_S = _measured(x_RC, bounds, layout, grid_of(code_format, scale, multiplier), scales, codes_RC)
+    return codes_RC.view(code_format.dtype), scales, out_S
+
+
 def stats_of_rows(
     x_RC: Tensor, bounds: list[int], layout: str, code_format: CodeFormat, scale: str, multiplier: float
 ) -> Tensor:
     """TensorStats vectors of the segments, float64 [S,29]."""
+    return _measured(x_RC, bounds, layout, grid_of(code_format, scale, multiplier), None, None)
+
+
+def _measured(
+    x_RC: Tensor,
+    bounds: list[int],
+    layout: str,
+    grid: NDArray[np.float64],
+    scales: Tensor | None,
+    codes_RC: Tensor | None,
+) -> Tensor:
+    """The statistics; codes and scales are filled in too unless None."""
     bits_RC, shift = bit_pattern(x_RC)
-    segments, grid = np.array(bounds), grid_of(code_format, scale, multiplier)
     out_S = torch.zeros((len(bounds) - 1, VECTOR_LENGTH), dtype=torch.float64)
+    found = [None if tensor is None else tensor.numpy() for tensor in (scales, codes_RC)]
+    arrays = out_S.numpy(), *found
     if layout == "col":
         kernels = compiled_module("numba_col_stats")
-        kernels.stats_of_columns(bits_RC, shift, segments, grid, _EDGES, out_S.numpy())
+        kernels.stats_of_columns(bits_RC, shift, np.array(bounds), grid, _EDGES, *arrays)
     else:
         kernels = compiled_module("numba_stats")
-        kernels.stats_of_blocks(bits_RC, shift, segments, BLOCK_ROWS[layout], grid, _EDGES, out_S.numpy())
+        kernels.stats_of_blocks(bits_RC, shift, np.array(bounds), BLOCK_ROWS[layout], grid, _EDGES, *arrays)
     return out_S
 
 

@@ -1,37 +1,73 @@
 """FP8 matrix product: exact code products, accumulated and scaled in float32."""
 
-# Shapes: M x N the result, K the summed dimension.
+# Shapes: M x N the result, K the summed dimension, T tokens.
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from fp8_safeguard.kernels import library
+from fp8_safeguard.kernels.dispatch import DEVICE_BACKENDS, gemm_backend_of
 from fp8_safeguard.kernels.errors import OperandError
+from fp8_safeguard.kernels.lazy import compiled_module
 from fp8_safeguard.kernels.matmul import mm_exact
 from fp8_safeguard.kernels.quantized import QuantizedTensor
 
 SMALLEST_SCALE = 2.0**-110
 """Times the smallest code, 2^-16 in E5M2, still a normal float32: below it a product loses bits."""
 
+PRODUCTS = {
+    "triton": "triton_products",
+    "torch": "torch_products",
+    "deep_gemm": "deep_gemm",
+    "native": "native_gemm",
+    "numba": "numba_products",
+}
+"""The module behind each backend's name; `reference` is here and in grouped.py."""
 
-def fp8_gemm_nt(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype = torch.float32) -> Tensor:
-    """a [M,K] (row) times b [N,K] (row or tile) transposed: [M,N] in out_dtype.
+
+def fp8_gemm_nt(
+    a: QuantizedTensor,
+    b: QuantizedTensor,
+    out_dtype: torch.dtype = torch.float32,
+    *,
+    backend: str | None = None,
+) -> Tensor:
+    """a [M,K] (row or tile) times b [N,K] (row or tile) transposed: [M,N] in out_dtype.
 
     The result is within 1e-6 x sum |a||b| of the float64 product of the dequantised operands, before the one
-    rounding to out_dtype.
+    rounding to out_dtype; `torch` and `deep_gemm` promise what their tensor cores do. `backend` is one of
+    GEMM_BACKENDS, by default what gemm_backend_of the operands' device says. Raises OperandError for operands that
+    do not fit each other or the backend, KernelError for a backend that cannot run there.
     """
     require_operand("a", a, 2, ("row", "tile"))
     require_operand("b", b, 2, ("row", "tile"))
     require_same("K", "a", a.shape[1], "b", b.shape[1])
-    a_MK, b_NK = dequantized(a, b)
-    return mm_exact(a_MK, b_NK.t()).to(out_dtype)
+    chosen = gemm_backend_of(a.device, backend)
+    result: Tensor
+    if torch.compiler.is_compiling():
+        return library.multiply(a, b, None, out_dtype, 1, chosen)
+    if chosen in DEVICE_BACKENDS:
+        result = compiled_module(PRODUCTS[chosen]).fp8_gemm_nt(a, b, out_dtype)
+    elif chosen != "reference":
+        result = compiled_module(PRODUCTS[chosen]).gemm_nt(a, b, out_dtype)
+    else:
+        a_MK, b_NK = dequantized(a, b)
+        result = mm_exact(a_MK, b_NK.t()).to(out_dtype)
+    return result
 
 
 def dequantized(*operands: QuantizedTensor) -> list[Tensor]:
     """The operands in float32, or all in float64 where a scale is so small that code x scale would be subnormal."""
     tiny = any(bool((operand.scale < SMALLEST_SCALE).any()) for operand in operands)
     return [operand.dequantize(torch.float64 if tiny else torch.float32) for operand in operands]
+
+
+def turned(operand: QuantizedTensor) -> QuantizedTensor:
+    """A matrix and its scales as transposed views: nothing moves."""
+    layout = {"row": "col", "col": "row", "tile": "tile"}[operand.layout]
+    return QuantizedTensor(operand.data.t(), operand.scale.t(), layout, operand.fmt)
 
 
 def require_operand(name: str, operand: QuantizedTensor, dimensions: int, layouts: tuple[str, ...]) -> None:

@@ -9,6 +9,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from fp8_safeguard.kernels.choices import fast_precision
 from fp8_safeguard.kernels.linear import fp8_grouped_linear, fp8_linear
 from fp8_safeguard.kernels.observer import GemmObserver
 from fp8_safeguard.kernels.precision import LinearPrecision
@@ -40,6 +41,18 @@ class _Fp8Module(nn.Module):
         # nn.Linear's own initialisation: uniform within 1/sqrt(K).
         bound = 1.0 / math.sqrt(shape[-1]) if shape[-1] > 0 else 0.0
         nn.init.uniform_(self.weight, -bound, bound)
+
+    def prefer_fast(self, tokens: int) -> None:
+        """Put BF16 in the place of FP8 in each GEMM that is not faster in FP8 with that many tokens (all experts').
+
+        Changes `precision`, so that whatever reads it sees what runs; said once for a shape (choices.gemm_choice).
+        """
+        experts = self.weight.shape[0] if self.weight.dim() == 3 else 0
+        out_features, in_features = self.weight.shape[-2:]
+        self.precision = fast_precision(
+            self.precision, tokens=tokens, out_features=out_features, in_features=in_features, experts=experts,
+            device=self.weight.device,
+        )  # fmt: skip
 
     def gained(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x and the weight as the GEMMs see them."""
@@ -98,10 +111,12 @@ class Fp8GroupedLinear(_Fp8Module):
         )
         self.num_experts, self.in_features, self.out_features = num_experts, in_features, out_features
 
-    def forward(self, x_TK: Tensor, offsets: Tensor) -> Tensor:
-        """x [T,K] sorted by expert, offsets int32 [E+1]: [T,N]."""
+    def forward(self, x_TK: Tensor, offsets: Tensor, *, alignment: int = 1) -> Tensor:
+        """x [T,K] sorted by expert, offsets int32 [E+1], all multiples of `alignment`: [T,N]."""
         x_gained, weight = self.gained(x_TK)
-        return fp8_grouped_linear(x_gained, weight, offsets, precision=self.precision, stats=self.observer)
+        return fp8_grouped_linear(
+            x_gained, weight, offsets, precision=self.precision, stats=self.observer, alignment=alignment
+        )
 
     def extra_repr(self) -> str:
         """Sizes."""

@@ -22,12 +22,22 @@ from fp8_safeguard.monitor.stats import VECTOR_LENGTH
 INSTRUCTION_SETS = ("SSE2", "AVX2", "AVX-512")
 """By the level that the library reports; `plain` C++ is what SSE2 stands for elsewhere."""
 
-WIDE_SUMS_ELEMENTS = 2**20
+WIDE_SUMS_ELEMENTS = 2**18
 """Up to this many elements all sums are float64 throughout. In larger tensors those of one block are float32, off by
 about 2e-8: a hundred thousandth of what cosine and SQNR are read for."""
 
-_BLOCK_ROWS = {"row": 1, "tile": BLOCK, "col": 0}
 _NOTHING, _CODES, _VALUES = range(3)
+
+
+class _Layout(ctypes.Structure):
+    """`struct Layout` of cpp/job.h."""
+
+    _fields_ = (
+        ("wanted", ctypes.c_int64),
+        ("scales", ctypes.c_void_p),
+        ("output", ctypes.c_void_p),
+        ("stats", ctypes.c_void_p),
+    )
 
 
 class _Job(ctypes.Structure):
@@ -44,26 +54,23 @@ class _Job(ctypes.Structure):
         ("edges", ctypes.c_void_p),
         ("wide_sums", ctypes.c_int64),
         ("output", ctypes.c_int64),
-        ("block_rows", ctypes.c_int64),
-        ("with_columns", ctypes.c_int64),
-        ("block_scales", ctypes.c_void_p),
-        ("block_output", ctypes.c_void_p),
-        ("block_stats", ctypes.c_void_p),
-        ("col_scales", ctypes.c_void_p),
-        ("col_output", ctypes.c_void_p),
-        ("col_stats", ctypes.c_void_p),
+        ("row", _Layout),
+        ("tile", _Layout),
+        ("col", _Layout),
     )
 
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The shared library; None where it was not built."""
+    """The shared library; None where it was not built, or from sources of another version."""
     found = importlib.util.find_spec("fp8_safeguard.kernels._native")
     if found is None or found.origin is None:
         return None
     try:
         loaded = ctypes.CDLL(found.origin)
     except OSError:
+        return None
+    if not hasattr(loaded, "fp8_native_job_bytes") or loaded.fp8_native_job_bytes() != ctypes.sizeof(_Job):
         return None
     loaded.fp8_native_quantize.argtypes = (ctypes.POINTER(_Job), ctypes.c_int)
     loaded.fp8_native_quantize.restype = None
@@ -96,6 +103,29 @@ def measured_rows(
     stats_S = call.want_stats(layout)
     call.run()
     return codes.view(code_format.dtype), scales, stats_S
+
+
+def layouts_of_rows(
+    x_RC: Tensor,
+    bounds: Sequence[int],
+    layouts: Sequence[str],
+    code_format: CodeFormat,
+    scale: str,
+    multiplier: float,
+    stats: bool,
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """For each layout codes [R,C], scales and TensorStats vectors (none unless wanted), from one read of x."""
+    call = _Call(x_RC, bounds, code_format, scale, multiplier, _CODES)
+    rooms = [
+        (
+            call.want_output(layout, torch.uint8),
+            call.want_scales(layout),
+            call.want_stats(layout) if stats else torch.zeros((0, VECTOR_LENGTH), dtype=torch.float64),
+        )
+        for layout in layouts
+    ]
+    call.run()
+    return [(codes.view(code_format.dtype), scales, vectors_S) for codes, scales, vectors_S in rooms]
 
 
 def round_trip_rows(
@@ -174,12 +204,9 @@ class _Call:
 
     def _room(self, layout: str, what: str, tensor: Tensor) -> Tensor:
         self._kept.append(tensor)
-        if layout == "col":
-            self._job.with_columns = 1
-            setattr(self._job, f"col_{what}", tensor.data_ptr())
-        else:
-            self._job.block_rows = _BLOCK_ROWS[layout]
-            setattr(self._job, f"block_{what}", tensor.data_ptr())
+        wanted = getattr(self._job, layout)
+        wanted.wanted = 1
+        setattr(wanted, what, tensor.data_ptr())
         return tensor
 
 

@@ -25,7 +25,9 @@ from fp8_safeguard.kernels.numba_bits import (
     reordered,
     rounded,
     wide_vectors,
+    widened,
 )
+from fp8_safeguard.kernels.numba_quantize import code_of
 from fp8_safeguard.kernels.numba_stats import (
     AMAX,
     BLANK,
@@ -43,15 +45,20 @@ from fp8_safeguard.kernels.numba_stats import (
 )
 
 X, Q, SCALE, INVERSE = range(4)
-CHUNK = 256
-"""Columns of a patch: 128 rows of bfloat16 are 64 KiB."""
+CHUNK = 1024
+"""Columns of a patch: 128 rows of bfloat16 are 256 KiB, a part of the second-level cache."""
 
 
 @exact
-def stats_of_columns(bits_RC: Any, shift: Any, segments: Any, grid: Any, edges: Any, out_S: Any) -> None:
-    """`col` statistics of each segment into out [S,29]."""
+def stats_of_columns(
+    bits_RC: Any, shift: Any, segments: Any, grid: Any, edges: Any, out_S: Any, scales_bC: Any, codes_RC: Any
+) -> None:
+    """`col` statistics of each segment into out [S,29].
+
+    Scales and codes too, as encode_columns gives them, unless those are None.
+    """
     wide_vectors()
-    columns = bits_RC.shape[1]
+    columns, row_block = bits_RC.shape[1], 0
     scratch, energy = np.empty((4, CHUNK), np.float32), np.empty((2, CHUNK))
     peaks = np.empty(CHUNK, np.int32)
     lost, sums = np.empty((2, 128), np.int64), np.empty(4)
@@ -63,11 +70,14 @@ def stats_of_columns(bits_RC: Any, shift: Any, segments: Any, grid: Any, edges: 
             sums[:] = 0.0
             for left in range(0, columns, CHUNK):
                 patch = (top, bottom, left, min(left + CHUNK, columns))
-                _measure_patch(bits_RC, shift, patch, grid, peaks, scratch, energy, lost, sums, out)
+                _measure_patch(bits_RC, shift, patch, grid, peaks, scratch, energy, lost, sums, out, codes_RC)
+                if scales_bC is not None:
+                    scales_bC[row_block, left : patch[3]] = scratch[SCALE, : patch[3] - left]
                 for column in range(patch[3] - left):
                     enter(out, edges, energy[SIGNAL, column], energy[NOISE, column])
             add_sums(out, low, sums)
             count_rows(lost, bottom - top, columns, out)
+            row_block += 1
         out[SUM_SQ:HISTOGRAM] += low
 
 
@@ -83,6 +93,7 @@ def _measure_patch(
     lost: Any,
     sums: Any,
     out: Any,
+    codes_RC: Any,
 ) -> None:
     """Every column's sums into `energy`, the patch's into `sums`, each row's zeros into `lost`."""
     wide_vectors()
@@ -94,7 +105,8 @@ def _measure_patch(
     inverse_W, signal_W, noise_W = scratch[INVERSE, :width], energy[SIGNAL, :width], energy[NOISE, :width]
     for row in range(top, bottom):
         line = bits_RC[row, left:right]
-        zeros, blanks = _round_line(line, shift, divide, grid, s_W, inverse_W, x_W, q_W)
+        codes_W = None if codes_RC is None else codes_RC[row, left:right]
+        zeros, blanks = _round_line(line, shift, divide, grid, s_W, inverse_W, x_W, q_W, codes_W)
         lost[LOST, row - top] += zeros
         lost[BLANK, row - top] += blanks
         sqq, s4 = _line_sums(x_W, q_W, s_W, signal_W, noise_W)
@@ -159,9 +171,20 @@ def _raise_finite_peaks(bits_W: Any, shift: Any, peaks_W: Any, out: Any) -> None
 
 @reordered
 def _round_line(
-    bits_W: Any, shift: Any, divide: Any, grid: Any, s_W: Any, inverse_W: Any, x_W: Any, q_W: Any
+    bits_W: Any,
+    shift: Any,
+    divide: Any,
+    grid: Any,
+    s_W: Any,
+    inverse_W: Any,
+    x_W: Any,
+    q_W: Any,
+    codes_W: Any,
 ) -> Any:
-    """|x| and its rounded |x / s|, 0 where not finite; how many finite elements became and were zero."""
+    """|x| and its rounded |x / s|, 0 where not finite; how many finite elements became and were zero.
+
+    Codes are written unless codes_W is None, which compiles without them.
+    """
     wide_vectors()
     maximum = np.float32(grid[MAXIMUM])
     quantum_shift, least_exponent = np.int32(grid[QUANTUM_SHIFT]), np.int32(grid[LEAST_EXPONENT])
@@ -174,6 +197,8 @@ def _round_line(
         ratio = np.float32(x / s) if divide else quotient(x, s, inverse_W[column])
         y = min(ratio, maximum)
         q = rounded(y, magic(y, quantum_shift, least_exponent))
+        if codes_W is not None:
+            codes_W[column] = code_of(widened(bits_W[column], shift), y, quantum_shift, least_exponent)
         x_W[column] = x
         q_W[column] = q
         finite = bits < INFINITY_BITS

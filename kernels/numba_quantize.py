@@ -139,7 +139,7 @@ def scale_columns(
 
 
 @exact
-def _code(bits: Any, y: Any, quantum_shift: Any, least_exponent: Any) -> Any:
+def code_of(bits: Any, y: Any, quantum_shift: Any, least_exponent: Any) -> Any:
     """The code of a clamped ratio y with the sign of bits, or the NaN code where bits are NaN or Inf.
 
     Codes count the grid upwards from zero: whole binades since the least exponent, then the quanta `magic` counts.
@@ -175,7 +175,7 @@ def _encode_line(bits_W: Any, shift: Any, scales_b: Any, grid: Any, codes_W: Any
             bits = widened(bits_W[first + column], shift)
             x = float_of(finite_or_zero(magnitude(bits_W[first + column], shift)))
             ratio = quotient(x, s, inverse) if inverse > np.float32(0.0) else np.float32(x / s)
-            codes_W[first + column] = _code(bits, min(ratio, maximum), quantum_shift, least_exponent)
+            codes_W[first + column] = code_of(bits, min(ratio, maximum), quantum_shift, least_exponent)
 
 
 @exact
@@ -208,7 +208,7 @@ def _encode_columns_line(
         bits, s = widened(bits_W[column], shift), scales_W[column]
         x = float_of(finite_or_zero(magnitude(bits_W[column], shift)))
         ratio = np.float32(x / s) if divide else quotient(x, s, inverses_W[column])
-        codes_W[column] = _code(bits, min(ratio, maximum), quantum_shift, least_exponent)
+        codes_W[column] = code_of(bits, min(ratio, maximum), quantum_shift, least_exponent)
 
 
 @exact

@@ -28,7 +28,9 @@ from fp8_safeguard.kernels.numba_bits import (
     reordered,
     rounded,
     wide_vectors,
+    widened,
 )
+from fp8_safeguard.kernels.numba_quantize import code_of
 
 CHUNK = 1024
 """Columns of a patch: 128 rows of them stay in the second-level cache, a line's scratch in the first."""
@@ -42,10 +44,22 @@ LOST, BLANK = range(2)
 
 @exact
 def stats_of_blocks(
-    bits_RC: Any, shift: Any, segments: Any, block_rows: Any, grid: Any, edges: Any, out_S: Any
+    bits_RC: Any,
+    shift: Any,
+    segments: Any,
+    block_rows: Any,
+    grid: Any,
+    edges: Any,
+    out_S: Any,
+    scales_b: Any,
+    codes_RC: Any,
 ) -> None:
-    """`row` (block_rows 1) or `tile` (128) statistics of each segment into out [S,29]."""
+    """`row` (block_rows 1) or `tile` (128) statistics of each segment into out [S,29].
+
+    Scales and codes too, as encode_blocks gives them, unless those are None.
+    """
     wide_vectors()
+    row_block = 0
     columns = bits_RC.shape[1]
     x_W, q_W = np.empty(128, np.float32), np.empty(128, np.float32)
     scales, peaks = np.empty((2, CHUNK // 128), np.float32), np.empty(CHUNK // 128, np.int32)
@@ -61,16 +75,22 @@ def stats_of_blocks(
                 right = min(left + CHUNK, columns)
                 patch = (top, bottom, left, right)
                 _scale_blocks(bits_RC, shift, patch, grid, peaks, scales, out)
+                if scales_b is not None:
+                    scales_b[row_block, left // 128 : (right + 127) // 128] = scales[
+                        SCALE, : (right - left + 127) // 128
+                    ]
                 energy[:] = 0.0
                 for row in range(top, bottom):
                     line = bits_RC[row, left:right]
-                    zeros, blanks = _measure_line(line, shift, grid, scales, x_W, q_W, energy, sums)
+                    codes = None if codes_RC is None else codes_RC[row, left:right]
+                    zeros, blanks = _measure_line(line, shift, grid, scales, x_W, q_W, energy, sums, codes)
                     lost[LOST, row - top] += zeros
                     lost[BLANK, row - top] += blanks
                 for block in range((right - left + 127) // 128):
                     enter(out, edges, energy[SIGNAL, block], energy[NOISE, block])
             add_sums(out, low, sums)
             count_rows(lost, bottom - top, columns, out)
+            row_block += 1
         out[SUM_SQ:HISTOGRAM] += low
 
 
@@ -141,9 +161,11 @@ def _saturated(bits_W: Any, shift: Any, s: Any, grid: Any) -> Any:
 
 @reordered
 def _measure_line(
-    bits_W: Any, shift: Any, grid: Any, scales: Any, x_W: Any, q_W: Any, energy: Any, sums: Any
+    bits_W: Any, shift: Any, grid: Any, scales: Any, x_W: Any, q_W: Any, energy: Any, sums: Any, codes_W: Any
 ) -> Any:
     """Round a line and take its sums, block by block; how many finite elements became and were zero.
+
+    Codes are written unless codes_W is None, which compiles without them.
 
     Scratch holds a block's |x| and rounded |x / s|, 0 where not finite. The sums are exact up to the additions: code
     times scale has 28 bits, and their difference to x no more than 53.
@@ -163,6 +185,9 @@ def _measure_line(
             ratio = quotient(x, s, inverse) if inverse > np.float32(0.0) else np.float32(x / s)
             y = min(ratio, maximum)
             q = rounded(y, magic(y, quantum_shift, least_exponent))
+            if codes_W is not None:
+                sign = widened(bits_W[first + column], shift)
+                codes_W[first + column] = code_of(sign, y, quantum_shift, least_exponent)
             x_W[column], q_W[column] = x, q
             finite = bits < INFINITY_BITS
             zeros = np.int32(zeros + np.int32((q == np.float32(0.0)) & finite))

@@ -4,16 +4,18 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Literal, overload
 
+import torch
 from torch import Tensor
 
-from fp8_safeguard.kernels import native
-from fp8_safeguard.kernels.codes import BLOCK
+from fp8_safeguard.kernels import library, native
+from fp8_safeguard.kernels.device import device_kernels
 from fp8_safeguard.kernels.dispatch import implementation
 from fp8_safeguard.kernels.errors import OffsetsError
 from fp8_safeguard.kernels.operands import as_rows, check_options, check_source, offsets_list
-from fp8_safeguard.kernels.quantized import QuantizedTensor
+from fp8_safeguard.kernels.quantized import QuantizedTensor, scale_shape
 from fp8_safeguard.kernels.stats import measured_bounds, merge_stats, tensor_stats
 
 
@@ -43,10 +45,16 @@ def quantize(
     leading ones are matrices of their own (the 3-D weights of experts never share a block). float64 is rounded
     to float32 first. NaN and +-Inf become the NaN code and do not count for amax. With `stats` the second
     result is `tensor_stats` of the same arguments. `offsets` (int32 [E+1], x 2-D) makes `col` and `tile` blocks
-    start anew at each expert's first row.
+    start anew at each expert's first row. On a CPU they have to cover every row; a CUDA device does not read them
+    back: they are not checked there, rows behind the last are zero codes, and the scales have R // 128 + E + 1 rows.
     """
+    if torch.compiler.is_compiling():
+        return library.quantize(x, layout, fmt, scale, multiplier, stats, offsets)
     code_format = check_options(layout, fmt, scale, multiplier)
     check_source(x, offsets)
+    device = device_kernels(x)
+    if device is not None:
+        return _on_device(device, x, layout, fmt, scale, multiplier, stats, offsets)
     source = x.detach()
     kept = None if layout == "row" else offsets
     x_RC, matrices = as_rows(source)
@@ -60,7 +68,7 @@ def quantize(
         codes, scales, vectors_S = native.measured_rows(x_RC, parts, *options)
     else:
         codes, scales = module.quantize_rows(x_RC, bounds, *options)
-    scales = scales if kept is not None else _scale_shape(scales, x, layout)
+    scales = scales if kept is not None else scale_shape(scales, x, layout)
     result = QuantizedTensor(codes.reshape(x.shape), scales, layout, fmt, kept)
     if not stats:
         return result
@@ -81,9 +89,19 @@ def _covering(offsets: Tensor, rows: int) -> list[int]:
     return bounds
 
 
-def _scale_shape(scales: Tensor, x: Tensor, layout: str) -> Tensor:
-    """Scales of all matrices' row blocks with x's leading dimensions; a vector's have one dimension."""
-    if x.dim() == 1:
-        return scales.reshape(-1)
-    row_blocks = x.shape[-2] if layout == "row" else -(-x.shape[-2] // BLOCK)
-    return scales.reshape(*x.shape[:-2], row_blocks, scales.shape[1])
+def _on_device(
+    kernels: ModuleType,
+    x: Tensor,
+    layout: str,
+    fmt: str,
+    scale: str,
+    multiplier: float,
+    stats: bool,
+    offsets: Tensor | None,
+) -> QuantizedTensor | tuple[QuantizedTensor, Tensor]:
+    """The same by Triton's kernels, in one read."""
+    row, blocks = layout == "row", "" if layout == "row" else layout
+    named = {"fmt": fmt, "scale": scale, "multiplier": multiplier, "stats": stats, "offsets": offsets}
+    fused = kernels.quantize_layouts(x, row=row, blocks=blocks, **named)
+    result: QuantizedTensor = fused.row if row else fused.block
+    return (result, fused.stats[0]) if stats else result

@@ -87,3 +87,11 @@ def segment_blocks(offsets: Tensor) -> tuple[Tensor, Tensor]:
     bounds = offsets.to(torch.int64)
     blocks = (bounds.diff() + BLOCK - 1) // BLOCK
     return bounds[:-1], blocks.cumsum(0) - blocks
+
+
+def scale_shape(scales: Tensor, x: Tensor, layout: str) -> Tensor:
+    """Scales of all matrices' row blocks with x's leading dimensions; a vector's have one dimension."""
+    if x.dim() == 1:
+        return scales.reshape(-1)
+    row_blocks = x.shape[-2] if layout == "row" else -(-x.shape[-2] // BLOCK)
+    return scales.reshape(*x.shape[:-2], row_blocks, scales.shape[1])

@@ -4,8 +4,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from fp8_safeguard.kernels import library
+from fp8_safeguard.kernels.device import device_kernels
 from fp8_safeguard.kernels.dispatch import implementation
 from fp8_safeguard.kernels.operands import as_rows, check_options, check_source, offsets_list
 from fp8_safeguard.monitor.stats import COLUMNS, VECTOR_LENGTH
@@ -27,10 +30,22 @@ def tensor_stats(
     x may have any floating dtype (FP8 too, measured as the values it holds) and any shape of one or more
     dimensions; blocks never cross the matrices of leading dimensions. With `offsets` (int32 [E+1], x 2-D) the
     result is [E,S], one vector an expert, its `col` and `tile` blocks starting at the expert's first row; rows
-    behind the last offset are not measured. Never raises on NaN, Inf or an empty tensor.
+    behind the last offset are not measured. Never raises on NaN, Inf or an empty tensor. A CUDA device does not read
+    the offsets back, so they are not checked there.
     """
+    if torch.compiler.is_compiling():
+        compiled: Tensor = library.tensor_stats(x.detach(), layout, fmt, scale, multiplier, offsets)
+        return compiled
     code_format = check_options(layout, fmt, scale, multiplier)
     check_source(x, offsets)
+    device = device_kernels(x)
+    if device is not None:
+        row, blocks = layout == "row", "" if layout == "row" else layout
+        named = {"fmt": fmt, "scale": scale, "multiplier": multiplier, "offsets": offsets}
+        measured: Tensor = device.quantize_layouts(
+            x, row=row, blocks=blocks, stats=True, store=False, **named
+        ).stats
+        return measured[0]
     x_RC, matrices = as_rows(x.detach())
     bounds = measured_bounds(x_RC, matrices, layout, offsets)
     vectors_S: Tensor = implementation(x).stats_of_rows(x_RC, bounds, layout, code_format, scale, multiplier)

@@ -1,78 +1,67 @@
-"""FP8 products on matrix tiles, operands quantised in tile order."""
+"""FP8 layers' products on a CPU: operands quantised and multiplied."""
 
-# Shapes: T tokens, N output features, K input features, E experts, b counts blocks of 128.
-# Kp, Np, Tp: padded to whole blocks, with zeros where the dimension is summed.
+# Shapes: T tokens, N output features, K input features, E experts.
+# fprop  Y[T,N]  = X[T,K]  W[N,K]^T     X in rows, W in tiles
+# dgrad  dX[T,K] = dY[T,N] W[N,K]       dY in rows, W in tiles
+# wgrad  dW[N,K] = dY[T,N]^T X[T,K]     both in columns
+# The native kernels and numba's add in the same order and give the same bits.
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
-from types import ModuleType
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from fp8_safeguard.kernels.codes import BLOCK, get_format
-from fp8_safeguard.kernels.compiled import bit_pattern, grid_of
-from fp8_safeguard.kernels.dispatch import is_compiled, logger
-from fp8_safeguard.kernels.lazy import compiled_module
+from fp8_safeguard.kernels import native, native_gemm, numba_tiles
+from fp8_safeguard.kernels.codes import get_format
+from fp8_safeguard.kernels.dispatch import backend, is_compiled, logger
 from fp8_safeguard.kernels.precision import OperandFormat
+from fp8_safeguard.kernels.quantized import QuantizedTensor, scale_shape
 
 
 def gemm_backend() -> str:
-    """What multiplies in FP8 layers on a CPU: `amx` (matrix tiles), or `float32` (several times slower)."""
-    return "amx" if usable(torch.empty(0)) else "float32"
+    """What multiplies in FP8 layers on a CPU: `amx` (matrix tiles), `avx-512`, `avx2` or `sse2`, all native.
+
+    Without the native kernels `amx` is numba's, and `float32` stands for torch products, several times slower.
+    """
+    if _default() == "native":
+        return native_gemm.INSTRUCTION_SETS[native_gemm.level()].lower()
+    return "amx" if _default() == "numba" else "float32"
 
 
 def usable(x: Tensor) -> bool:
-    """Whether products with x can run on tiles."""
-    return is_compiled(x) and _available()
-
-
-@cache
-def _available() -> bool:
-    """Whether this processor has the tiles; asks Linux for them, and logs the answer once."""
-    available = bool(compiled_module("numba_amx").available())
-    logger.info(
-        "FP8 products: %s", "matrix tiles (AMX)" if available else "float32, without matrix tiles (AMX)"
-    )
-    return available
+    """Whether products with x can run here."""
+    return x.device.type == "cpu" and _default() != ""
 
 
 @dataclass(frozen=True)
 class TiledWeight:
     """A weight's codes and scales, kept from fprop for dgrad."""
 
-    codes_ENK: Tensor
-    """bfloat16 codes as uint16 [E,Np,Kp]."""
-    scale_EkN: Tensor
-    """float32 [E,Kb,Np]: scales by block of K and output feature."""
-    scale_EnK: Tensor
-    """float32 [E,Nb,Kp]: scales by block of N and input feature."""
+    kept: QuantizedTensor | numba_tiles.Weight
+    """[E,N,K] in tiles, as one of the two kinds of kernels reads it."""
 
 
-def weight(w_ENK: Tensor, operand: OperandFormat) -> TiledWeight:
-    """Quantise weights [E,N,K] in tiles."""
+def weight(w_ENK: Tensor, operand: OperandFormat, *, backend: str | None = None) -> TiledWeight:
+    """Quantise weights [E,N,K] in tiles, for `native` or `numba` products."""
+    if _uses_numba(backend):
+        return TiledWeight(numba_tiles.weight(w_ENK, operand))
     experts, rows, columns = w_ENK.shape
-    bits, shift = bit_pattern(w_ENK.reshape(experts * rows, columns))
-    codes = torch.zeros((experts, _whole(rows), _whole(columns)), dtype=torch.uint16)
-    scale_EkN = torch.empty((experts, codes.shape[2] // BLOCK, codes.shape[1]))
-    scale_EnK = torch.empty((experts, codes.shape[1] // BLOCK, codes.shape[2]))
-    arrays = codes.numpy(), scale_EkN.numpy(), scale_EnK.numpy()
-    _operands().codes_of_tiles(bits, shift, rows, _grid(operand), *arrays)
-    return TiledWeight(codes, scale_EkN, scale_EnK)
+    bounds = [expert * rows for expert in range(experts + 1)]
+    codes, scales = _quantized(w_ENK.reshape(experts * rows, columns), bounds, "tile", operand)
+    scale = scale_shape(scales, w_ENK, "tile")
+    return TiledWeight(QuantizedTensor(codes.reshape(w_ENK.shape), scale, "tile", operand.fmt))
 
 
 def fprop(
     x_TK: Tensor, w: TiledWeight, features: int, operand: OperandFormat, bounds: list[int], dtype: torch.dtype
 ) -> Tensor:
-    """Y = X W^T [T,N] in dtype, each expert's rows with its weight."""
-    words = w.codes_ENK.view(torch.int32)
-    pairs = torch.empty((words.shape[0], words.shape[2], words.shape[1]), dtype=torch.int32)
-    _operands().transposed(words.numpy(), pairs.numpy())
-    return _grouped_nt(x_TK, operand, pairs, w.scale_EkN, features, bounds, dtype)
+    """Y = X W^T [T,N] in dtype, each expert's rows with its weight, zeros behind the last bound."""
+    if isinstance(w.kept, numba_tiles.Weight):
+        return numba_tiles.fprop(x_TK, w.kept, features, operand, bounds, dtype)
+    return native_gemm.grouped_nt(_rows(x_TK, operand), w.kept, bounds, dtype)
 
 
 def dgrad(
@@ -83,85 +72,60 @@ def dgrad(
     bounds: list[int],
     dtype: torch.dtype,
 ) -> Tensor:
-    """dX = dY W [T,K] in dtype, each expert's rows with its weight."""
-    experts, rows, columns = w.codes_ENK.shape
-    pairs = torch.empty((experts, rows // 2, columns), dtype=torch.int32)
-    _operands().pairs_of_rows(w.codes_ENK.numpy(), pairs.numpy())
-    return _grouped_nt(dy_TN, operand, pairs, w.scale_EnK, features, bounds, dtype)
+    """dX = dY W [T,K] in dtype, each expert's rows with its weight, zeros behind the last bound."""
+    if isinstance(w.kept, numba_tiles.Weight):
+        return numba_tiles.dgrad(dy_TN, w.kept, features, operand, bounds, dtype)
+    # Views: the GEMM takes any strides.
+    w_EKN = QuantizedTensor(w.kept.data.mT, w.kept.scale.mT, "tile", w.kept.fmt)
+    return native_gemm.grouped_nt(_rows(dy_TN, operand), w_EKN, bounds, dtype)
 
 
 def wgrad(
-    dy_TN: Tensor, x_TK: Tensor, dy_operand: OperandFormat, x_operand: OperandFormat, bounds: list[int]
-) -> Tensor:
-    """dW = dY^T X [E,N,K] in float32, zeros for an expert without rows."""
-    blocks = np.zeros(len(bounds), np.int64)
-    np.cumsum([-(-(end - start) // BLOCK) for start, end in pairwise(bounds)], out=blocks[1:])
-    dy_pairs, dy_scale = _column_pairs(dy_TN, bounds, int(blocks[-1]), dy_operand)
-    x_pairs, x_scale = _column_pairs(x_TK, bounds, int(blocks[-1]), x_operand)
-    # A row of pairs along T, transposed, is a row of codes along T.
-    turned = torch.empty((1, dy_pairs.shape[1], dy_pairs.shape[0]), dtype=torch.int32)
-    _operands().transposed(dy_pairs.numpy()[None], turned.numpy())
-    codes = turned[0].view(torch.uint16)
-    out_ENK = torch.empty((len(bounds) - 1, dy_TN.shape[1], x_TK.shape[1]))
-    amx = compiled_module("numba_amx")
-    arrays = codes.numpy(), dy_scale.numpy(), x_pairs.numpy(), x_scale.numpy(), out_ENK.numpy()
-    amx.grouped_tn(_configuration(), blocks, *arrays)
-    return out_ENK
-
-
-def _grouped_nt(
-    a_MK: Tensor,
-    operand: OperandFormat,
-    pairs: Tensor,
-    scales: Tensor,
-    features: int,
+    dy_TN: Tensor,
+    x_TK: Tensor,
+    dy_operand: OperandFormat,
+    x_operand: OperandFormat,
     bounds: list[int],
-    dtype: torch.dtype,
+    *,
+    backend: str | None = None,
 ) -> Tensor:
-    """Rows of a, quantised in rows, times experts' pairs: [M, features] in dtype, zeros behind the last bound."""
-    rows, depth = a_MK.shape
-    bits, shift = bit_pattern(a_MK)
-    amx = compiled_module("numba_amx")
-    codes = torch.empty((rows + amx.PANEL, _whole(depth)), dtype=torch.uint16)
-    scale_bM = torch.empty((codes.shape[1] // BLOCK, rows + amx.PANEL))
-    _operands().codes_of_rows(bits, shift, _grid(operand), codes.numpy(), scale_bM.numpy())
-    narrow = dtype == torch.bfloat16
-    out_MN = torch.empty((rows, features), dtype=torch.bfloat16 if narrow else torch.float32)
-    out_MN[bounds[-1] :] = 0
-    out = out_MN.view(torch.uint16) if narrow else out_MN
-    arrays = codes.numpy(), scale_bM.numpy(), pairs.numpy(), scales.numpy(), out.numpy()
-    amx.grouped_nt(_configuration(), np.array(bounds), *arrays)
-    return out_MN.to(dtype)
-
-
-def _column_pairs(
-    x_TC: Tensor, bounds: list[int], blocks: int, operand: OperandFormat
-) -> tuple[Tensor, Tensor]:
-    """x quantised in columns: pairs [64 blocks, C padded] and scales [blocks, C padded]."""
-    bits, shift = bit_pattern(x_TC)
-    width = _whole(x_TC.shape[1])
-    pairs = torch.empty((blocks * BLOCK // 2, width), dtype=torch.int32)
-    scales = torch.empty((blocks, width))
-    _operands().pairs_of_columns(bits, shift, np.array(bounds), _grid(operand), pairs.numpy(), scales.numpy())
-    return pairs, scales
-
-
-def _whole(size: int) -> int:
-    """size rounded up to whole blocks."""
-    return -(-size // BLOCK) * BLOCK
-
-
-def _operands() -> ModuleType:
-    return compiled_module("numba_operands")
-
-
-def _grid(operand: OperandFormat) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    return grid_of(get_format(operand.fmt), operand.scale, operand.multiplier)
+    """dW = dY^T X [E,N,K] in float32, zeros for an expert without rows; `native` or `numba` products."""
+    if _uses_numba(backend):
+        return numba_tiles.wgrad(dy_TN, x_TK, dy_operand, x_operand, bounds)
+    offsets = torch.tensor(bounds, dtype=torch.int32)
+    dy, x = _columns(dy_TN, offsets, bounds, dy_operand), _columns(x_TK, offsets, bounds, x_operand)
+    return native_gemm.grouped_wgrad(dy, x, bounds, torch.float32)
 
 
 @cache
-def _configuration() -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    configuration: np.ndarray[tuple[int], np.dtype[np.uint8]] = compiled_module(
-        "numba_amx"
-    ).tile_configuration()
-    return configuration
+def _default() -> str:
+    """`native`, `numba` (matrix tiles only), or nothing; logged once."""
+    if backend() == "native" and native_gemm.available():
+        logger.info("FP8 products: native (%s)", native_gemm.INSTRUCTION_SETS[native_gemm.level()])
+        return "native"
+    if is_compiled(torch.empty(0)) and numba_tiles.available():
+        logger.info("FP8 products: matrix tiles (AMX), through numba")
+        return "numba"
+    logger.info("FP8 products: float32, without native kernels or matrix tiles (AMX)")
+    return ""
+
+
+def _uses_numba(name: str | None) -> bool:
+    return (_default() if name is None else name) == "numba"
+
+
+def _rows(x_TC: Tensor, operand: OperandFormat) -> QuantizedTensor:
+    codes, scales = _quantized(x_TC, [0, x_TC.shape[0]], "row", operand)
+    return QuantizedTensor(codes, scales, "row", operand.fmt)
+
+
+def _columns(x_TC: Tensor, offsets: Tensor, bounds: list[int], operand: OperandFormat) -> QuantizedTensor:
+    """Columns of each expert's rows; rows behind the last bound are unspecified."""
+    codes, scales = _quantized(x_TC, bounds, "col", operand)
+    return QuantizedTensor(codes, scales, "col", operand.fmt, offsets)
+
+
+def _quantized(x_RC: Tensor, bounds: list[int], layout: str, operand: OperandFormat) -> tuple[Tensor, Tensor]:
+    return native.quantize_rows(
+        x_RC.detach(), bounds, layout, get_format(operand.fmt), operand.scale, operand.multiplier
+    )

@@ -8,6 +8,14 @@ struct Grid {
   double maximum, last_kept, multiplier, power_of_two, quantum_shift, least_exponent;
 };
 
+// What is wanted of one layout; statistics of every wanted one or of none.
+struct Layout {
+  int64_t wanted;
+  float *scales; // [row blocks, column blocks] or null
+  void *output;  // [rows, columns] or null
+  double *stats; // [segments, 29], zeros before, or null
+};
+
 struct Job {
   const void *x;         // bfloat16 or float32 [rows, columns]
   int64_t is_bfloat16;
@@ -19,12 +27,5 @@ struct Job {
   const double *edges;   // [15] inner edges of the SQNR histogram, as ratios
   int64_t wide_sums;     // whether all sums are float64
   int64_t output;        // 0: nothing, 1: codes (uint8), 2: codes times scales (float32)
-  int64_t block_rows;    // 1: row blocks, 128: tiles, 0: none of them
-  int64_t with_columns;  // whether col blocks are wanted
-  float *block_scales;   // [row blocks, column blocks] or null
-  void *block_output;    // [rows, columns] or null
-  double *block_stats;   // [segments, 29], zeros before, or null
-  float *col_scales;     // [row blocks of 128, columns] or null
-  void *col_output;      // [rows, columns] or null
-  double *col_stats;     // [segments, 29], zeros before, or null
+  Layout row, tile, col;
 };

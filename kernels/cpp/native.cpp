@@ -1,21 +1,36 @@
 // Entry points of the native kernels: plain C, called by name.
 
 #include <cstdint>
+#include <initializer_list>
+#include <new>
 
 #if defined(__x86_64__)
+#include <cpuid.h>
 #include <xmmintrin.h>
 #endif
+#if defined(__linux__)
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
+#include "gemm.h"
 #include "job.h"
 
+namespace fp8_amx {
+void gemm(const GemmJob &job);
+}
 namespace fp8_avx512 {
 void quantize(const Job &job);
+void gemm(const GemmJob &job);
 }
 namespace fp8_avx2 {
 void quantize(const Job &job);
+void gemm(const GemmJob &job);
 }
 namespace fp8_plain {
 void quantize(const Job &job);
+void gemm(const GemmJob &job);
 }
 
 namespace {
@@ -30,6 +45,42 @@ public:
   ~ExactSubnormals() { _mm_setcsr(before); }
 #endif
 };
+
+// Whether the processor has bfloat16 tiles and Linux lets this process use them. A process asks once
+// (Documentation/arch/x86/xstate.rst).
+bool tiles_allowed() {
+#if defined(FP8_HAS_AMX)
+  constexpr unsigned BF16 = 1u << 22, TILE = 1u << 24;
+  constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
+  unsigned eax, ebx, ecx, edx;
+  if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) || !(edx & BF16) || !(edx & TILE)) return false;
+  return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+#else
+  return false;
+#endif
+}
+
+void multiply(const GemmJob &job, int level) {
+#if defined(FP8_HAS_AMX)
+  if (level >= 3) return fp8_amx::gemm(job);
+#endif
+#if defined(__x86_64__)
+  if (level >= 2) return fp8_avx512::gemm(job);
+  if (level == 1) return fp8_avx2::gemm(job);
+#endif
+  fp8_plain::gemm(job);
+}
+
+// Large outputs are mostly memory that nobody has touched yet: in pages of 2 MiB it costs a fifth of the time.
+void ask_for_large_pages(const void *start, int64_t bytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  constexpr uintptr_t PAGE = 2 << 20;
+  uintptr_t first = ((uintptr_t)start + PAGE - 1) / PAGE * PAGE, last = ((uintptr_t)start + bytes) / PAGE * PAGE;
+  if (start && bytes >= (int64_t)(2 * PAGE)) madvise((void *)first, last - first, MADV_HUGEPAGE);
+#else
+  (void)start, (void)bytes;
+#endif
+}
 
 } // namespace
 
@@ -49,13 +100,37 @@ FP8_EXPORT int fp8_native_level() {
   return 0;
 }
 
+// Size of a job: a caller that has another in mind was made for another version.
+FP8_EXPORT int64_t fp8_native_job_bytes() { return sizeof(Job); }
+
 FP8_EXPORT void fp8_native_quantize(const Job *job, int level) {
   ExactSubnormals exact;
+  for (const Layout *layout : {&job->row, &job->tile, &job->col})
+    ask_for_large_pages(layout->output, job->bounds[job->segments] * job->columns * (job->output == 2 ? 4 : 1));
 #if defined(__x86_64__)
   if (level >= 2) return fp8_avx512::quantize(*job);
   if (level == 1) return fp8_avx2::quantize(*job);
 #endif
   fp8_plain::quantize(*job);
+}
+
+// The same for products: 3 where AMX is there too.
+FP8_EXPORT int fp8_native_gemm_level() {
+  int level = fp8_native_level();
+  return level == 2 && tiles_allowed() ? 3 : level;
+}
+
+FP8_EXPORT int64_t fp8_native_gemm_job_bytes() { return sizeof(GemmJob); }
+
+// 0, or 1 where there was not enough memory.
+FP8_EXPORT int fp8_native_gemm(const GemmJob *job, int level) {
+  ExactSubnormals exact;
+  try {
+    multiply(*job, level);
+    return 0;
+  } catch (const std::bad_alloc &) {
+    return 1;
+  }
 }
 
 }

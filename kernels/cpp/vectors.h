@@ -24,17 +24,20 @@ typedef float HalfFloats __attribute__((vector_size(2 * LANES)));
 typedef uint16_t Shorts __attribute__((vector_size(2 * LANES)));
 typedef uint16_t WideShorts __attribute__((vector_size(4 * LANES)));
 typedef uint8_t Bytes __attribute__((vector_size(LANES)));
+typedef uint8_t GroupBytes __attribute__((vector_size(2 * LANES)));
+typedef int64_t Longs __attribute__((vector_size(4 * LANES)));
 
 #define FP8_INLINE static inline __attribute__((always_inline))
 #define FP8_INLINE_MEMBER inline __attribute__((always_inline))
 
 FP8_INLINE Floats splat(float value) { return Floats{} + value; }
 FP8_INLINE Ints splat(int32_t value) { return Ints{} + value; }
-FP8_INLINE Doubles splat_double(double value) { return Doubles{} + value; }
 
 FP8_INLINE double larger(double a, double b) { return a > b ? a : b; }
 FP8_INLINE Ints larger(Ints a, Ints b) { return a > b ? a : b; }
 FP8_INLINE WideShorts larger(WideShorts a, WideShorts b) { return a > b ? a : b; }
+FP8_INLINE Ints smaller(Ints a, Ints b) { return a < b ? a : b; }
+FP8_INLINE WideShorts smaller(WideShorts a, WideShorts b) { return a < b ? a : b; }
 
 // Lanes of `counted`, once more where `condition` holds.
 FP8_INLINE Ints count(Ints counted, Ints condition) {
@@ -55,6 +58,18 @@ FP8_INLINE Floats fused(Floats a, Floats b, Floats c) {
   Floats result;
   for (int lane = 0; lane < LANES; lane++) result[lane] = std::fmaf(a[lane], b[lane], c[lane]);
   return result;
+#endif
+}
+
+// a * b + c where a * b is exact.
+FP8_INLINE Floats multiplied_exactly(Floats a, Floats b, Floats c) { return HAS_FMA ? fused(a, b, c) : a * b + c; }
+
+// x >> places with one instruction, which takes the places from a vector.
+FP8_INLINE Ints shifted_right(Ints x, int32_t places) {
+#if FP8_WIDTH == 512
+  return (Ints)_mm512_srav_epi32((__m512i)x, _mm512_set1_epi32(places));
+#else
+  return x >> places;
 #endif
 }
 
@@ -116,6 +131,34 @@ FP8_INLINE int32_t largest(Ints x) {
 #endif
 }
 
+FP8_INLINE int32_t smallest(Ints x) {
+#if FP8_WIDTH == 512
+  return _mm512_reduce_min_epi32((__m512i)x);
+#else
+  int32_t least = x[0];
+  for (int lane = 1; lane < LANES; lane++) least = x[lane] < least ? x[lane] : least;
+  return least;
+#endif
+}
+
+FP8_INLINE int32_t smallest(WideShorts x) {
+#if FP8_WIDTH >= 256
+#if FP8_WIDTH == 512
+  __m256i half = _mm256_min_epu16(_mm512_castsi512_si256((__m512i)x), _mm512_extracti64x4_epi64((__m512i)x, 1));
+#else
+  __m256i half = (__m256i)x;
+#endif
+  __m128i quarter = _mm_min_epu16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+  return _mm_cvtsi128_si32(_mm_minpos_epu16(quarter)) & 0xFFFF;
+#else
+  int32_t least = x[0];
+  for (int lane = 1; lane < 2 * LANES; lane++) least = x[lane] < least ? x[lane] : least;
+  return least;
+#endif
+}
+
+FP8_INLINE int32_t largest(WideShorts x) { return 0xFFFF - smallest(~x); }
+
 // The lanes of a line from its bfloat16 (uint16_t) or float32 (uint32_t) patterns, as float32 bits.
 FP8_INLINE Ints load(const uint16_t *line) {
   Shorts pattern;
@@ -139,37 +182,109 @@ FP8_INLINE WideShorts load_shorts(const uint16_t *line) {
   return patterns;
 }
 
-// Half of the bfloat16 patterns as float32 bits.
-FP8_INLINE Ints lower_half(WideShorts patterns) {
-  uint16_t line[2 * LANES];
-  std::memcpy(line, &patterns, sizeof line);
-  return load(line);
+FP8_INLINE Floats load(const float *line) {
+  Floats values;
+  std::memcpy(&values, line, sizeof values);
+  return values;
 }
 
-FP8_INLINE Ints upper_half(WideShorts patterns) {
-  uint16_t line[2 * LANES];
-  std::memcpy(line, &patterns, sizeof line);
-  return load(line + LANES);
+FP8_INLINE Doubles load(const double *line) {
+  Doubles values;
+  std::memcpy(&values, line, sizeof values);
+  return values;
 }
 
-// The first `count` lanes, zeros behind them.
-template <class Pattern> FP8_INLINE Ints load_part(const Pattern *line, int64_t count) {
-  if (__builtin_expect(count >= LANES, 1)) return load(line);
-  Pattern padded[LANES] = {};
-  std::memcpy(padded, line, count * sizeof(Pattern));
-  return load(padded);
-}
+template <class Vector, class Element> FP8_INLINE void store(Element *line, Vector values) { std::memcpy(line, &values, sizeof values); }
 
-FP8_INLINE void store_bytes(uint8_t *line, Ints values, int64_t count) {
+// 64 bytes from the first-level cache; past the others where `stream` says that they would only be in the way.
+FP8_INLINE void copy_line(uint8_t *to, const uint8_t *from, bool stream) {
 #if FP8_WIDTH == 512
-  Bytes bytes = (Bytes)_mm512_cvtepi32_epi8((__m512i)values);
-#else
-  Bytes bytes = __builtin_convertvector(values, Bytes);
+  if (stream) return _mm512_stream_si512((__m512i *)to, _mm512_loadu_si512(from));
+#elif FP8_WIDTH == 256
+  if (stream) {
+    _mm256_stream_si256((__m256i *)to, _mm256_loadu_si256((const __m256i *)from));
+    return _mm256_stream_si256((__m256i *)to + 1, _mm256_loadu_si256((const __m256i *)from + 1));
+  }
 #endif
-  if (__builtin_expect(count >= LANES, 1))
-    std::memcpy(line, &bytes, LANES);
-  else
-    std::memcpy(line, &bytes, count);
+  (void)stream;
+  std::memcpy(to, from, 64);
 }
+
+// Streamed lines are seen by everybody from here on.
+FP8_INLINE void end_of_stream() {
+#if FP8_WIDTH >= 256
+  _mm_sfence();
+#endif
+}
+
+// Lanes 0, 2, 4, ... (half 0) or 1, 3, 5, ... (half 1) of two vectors.
+template <class Vector> FP8_INLINE Vector every_second(Vector low, Vector high, int half) {
+  Ints places;
+  for (int lane = 0; lane < LANES; lane++) places[lane] = 2 * lane + half;
+  return __builtin_shuffle(low, high, places);
+}
+
+// GROUP columns of a line, bfloat16 (uint16_t) or float32 (uint32_t), as two vectors: of bfloat16 the even columns and the
+// odd ones, which takes no shuffle, of float32 the first and the last.
+constexpr int GROUP = 2 * LANES;
+
+template <class Pattern> struct Group;
+
+template <> struct Group<uint16_t> {
+  Ints pairs;
+  FP8_INLINE_MEMBER explicit Group(const uint16_t *line) { std::memcpy(&pairs, line, sizeof pairs); }
+  FP8_INLINE_MEMBER Ints first() const { return (pairs & 0x7FFF7FFF) << 16; }
+  FP8_INLINE_MEMBER Ints second() const { return pairs & 0x7FFF0000; }
+
+  // Low bytes, `offset` less, with the signs of x.
+  FP8_INLINE_MEMBER void store_codes(uint8_t *line, Ints a, Ints b, int32_t offset) const {
+    WideShorts words = (WideShorts)((a & 0xFFFF) | (b << 16)) - (uint16_t)offset;
+    words |= ((WideShorts)pairs >> 8) & (uint16_t)0x80;
+#if FP8_WIDTH == 512
+    __m256i bytes = _mm512_cvtepi16_epi8((__m512i)words);
+#else
+    auto bytes = __builtin_convertvector(words, GroupBytes);
+#endif
+    std::memcpy(line, &bytes, sizeof bytes);
+  }
+
+  FP8_INLINE_MEMBER void store_values(float *line, Ints a, Ints b) const {
+    Ints low, high;
+    a |= (pairs << 16) & ~0x7FFFFFFF;
+    b |= pairs & ~0x7FFFFFFF;
+    for (int lane = 0; lane < LANES; lane++) {
+      low[lane] = lane / 2 + lane % 2 * LANES;
+      high[lane] = low[lane] + HALF;
+    }
+    store(line, __builtin_shuffle(a, b, low));
+    store(line + LANES, __builtin_shuffle(a, b, high));
+  }
+};
+
+template <> struct Group<uint32_t> {
+  Ints a, b;
+  FP8_INLINE_MEMBER explicit Group(const uint32_t *line) : a(load(line)), b(load(line + LANES)) {}
+  FP8_INLINE_MEMBER Ints first() const { return a & 0x7FFFFFFF; }
+  FP8_INLINE_MEMBER Ints second() const { return b & 0x7FFFFFFF; }
+
+  FP8_INLINE_MEMBER static void store_bytes(uint8_t *line, Ints values) {
+#if FP8_WIDTH == 512
+    Bytes bytes = (Bytes)_mm512_cvtepi32_epi8((__m512i)values);
+#else
+    Bytes bytes = __builtin_convertvector(values, Bytes);
+#endif
+    std::memcpy(line, &bytes, sizeof bytes);
+  }
+
+  FP8_INLINE_MEMBER void store_codes(uint8_t *line, Ints low, Ints high, int32_t offset) const {
+    store_bytes(line, (low - offset) | ((a >> 24) & 0x80));
+    store_bytes(line + LANES, (high - offset) | ((b >> 24) & 0x80));
+  }
+
+  FP8_INLINE_MEMBER void store_values(float *line, Ints low, Ints high) const {
+    store(line, low | (a & ~0x7FFFFFFF));
+    store(line + LANES, high | (b & ~0x7FFFFFFF));
+  }
+};
 
 } // namespace FP8_ISA

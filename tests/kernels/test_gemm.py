@@ -1,5 +1,6 @@
 """FP8 GEMMs, dense and grouped, against float64 products of the dequantised operands."""
 
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -10,6 +11,7 @@ from fp8_safeguard.kernels import (
     OffsetsError,
     OperandError,
     QuantizedTensor,
+    dispatch,
     fp8_gemm_nt,
     grouped_gemm_nt,
     grouped_gemm_wgrad,
@@ -18,6 +20,16 @@ from fp8_safeguard.kernels import (
 
 TOLERANCE = 1e-6
 """Of sum |a||b|, float32 output: a few float32 roundings (6e-8) in chains of at most 512 products."""
+
+
+@pytest.fixture(params=["native", "numba", "reference"], autouse=True)
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Every backend of a CPU."""
+    missing = dispatch.unavailable(request.param, "cpu")
+    if missing:
+        pytest.skip(missing)
+    with dispatch.use_gemm_backend(request.param):
+        yield request.param
 
 
 def assert_close(got: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
@@ -105,6 +117,24 @@ def test_empty_operands(m: int, n: int, k: int) -> None:
     assert torch.equal(got, torch.zeros(m, n))
 
 
+def test_a_tile_quantised_first_operand(generator: torch.Generator) -> None:
+    a, b = operands(150, 70, 200, generator)
+    qa, qb = quantize(a, layout="tile"), quantize(b)
+    assert_close(fp8_gemm_nt(qa, qb), qa.dequantize(torch.float64), qb.dequantize(torch.float64))
+
+
+@pytest.mark.parametrize("size", [2.0**-115, 2.0**-80, 2.0**70, 2.0**115])
+def test_scales_of_any_size(size: float, generator: torch.Generator) -> None:
+    """The other operand brings the result back to ordinary numbers."""
+    a, b = operands(40, 24, 300, generator)
+    qa, qb = quantize(a * size), quantize(b / size, layout="tile")
+    a64, b64 = qa.dequantize(torch.float64), qb.dequantize(torch.float64)
+    assert_close(fp8_gemm_nt(qa, qb), a64, b64)
+    dy, x = quantize(a.t() * size, layout="col"), quantize(b.t() / size, layout="col")
+    got = grouped_gemm_wgrad(dy, x, torch.tensor([0, 300], dtype=torch.int32))
+    assert_close(got[0], dy.dequantize(torch.float64).t(), x.dequantize(torch.float64).t())
+
+
 def test_nan_spoils_its_row_only(generator: torch.Generator) -> None:
     a, b = operands(5, 6, 200, generator)
     a[2, 150] = float("inf")
@@ -174,5 +204,7 @@ def test_mistakes_are_explained(generator: torch.Generator) -> None:
     with pytest.raises(OperandError, match="'col'"):
         grouped_gemm_wgrad(row, col, torch.tensor([0, 8], dtype=torch.int32))
     experts = quantize(torch.randn(3, 4, 16, generator=generator), layout="tile")
+    with pytest.raises(OffsetsError, match="multiples of 16, as alignment=16 promises"):
+        grouped_gemm_nt(row, experts, torch.tensor([0, 3, 5, 8], dtype=torch.int32), alignment=16)
     with pytest.raises(OffsetsError, match="describe 1 experts"):
         grouped_gemm_nt(row, experts, torch.tensor([0, 8], dtype=torch.int32))

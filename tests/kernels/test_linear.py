@@ -157,6 +157,25 @@ def test_b20_no_rows(tensors: Any) -> None:
     assert torch.equal(w_leaf.grad, torch.zeros_like(w))
 
 
+@pytest.mark.parametrize("backend", ["native", "numba", "reference"])
+@pytest.mark.parametrize("shape", [(4, 0, 96), (4, 96, 0), (0, 8, 8), (0, 0, 0)], ids=str)
+@pytest.mark.parametrize("precision", ["fp8", "bf16"])
+def test_b20_a_shard_without_elements_multiplies_to_zeros(
+    backend: str, shape: tuple[int, int, int], precision: str
+) -> None:
+    rows, features, depth = shape
+    x = torch.ones(rows, depth, requires_grad=True)
+    w = torch.ones(features, depth, requires_grad=True)
+    each = LinearPrecision(fprop=precision, dgrad=precision, wgrad=precision)
+    y = fp8_linear(x, w, precision=each, backend=backend)
+    y.sum().backward()
+    assert y.shape == (rows, features)
+    for leaf in (x, w):
+        assert leaf.grad is not None
+        assert leaf.grad.shape == leaf.shape
+    assert not any(tensor.any() for tensor in (y, x.grad, w.grad))
+
+
 def in_format(fmt: str) -> LinearPrecision:
     """Every operand in one format."""
     operand = OperandFormat(fmt=fmt)

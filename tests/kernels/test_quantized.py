@@ -12,12 +12,14 @@ from fp8_safeguard.kernels import (
     KernelError,
     OffsetsError,
     OperandError,
+    QuantizedTensor,
     UnknownOptionError,
     compiled,
     quantize,
     reference,
 )
 from fp8_safeguard.kernels.codes import get_format
+from fp8_safeguard.kernels.layouts import quantize_layouts
 
 LAYOUTS = ("row", "col", "tile")
 
@@ -50,6 +52,16 @@ def test_b45_scale_has_one_shape_and_dtype_on_every_path(
         assert (quantized.layout, quantized.fmt) == (layout, "e4m3")
 
 
+def beside_another(x: torch.Tensor, options: dict[str, Any]) -> QuantizedTensor:
+    """The layout that the options name, quantised together with another one."""
+    wanted = {name: value for name, value in options.items() if name != "layout"}
+    blocks = "col" if options["layout"] == "row" else options["layout"]
+    row, block, _ = quantize_layouts(x, blocks=blocks, stats=True, **wanted)
+    found = row if options["layout"] == "row" else block
+    assert found is not None
+    return found
+
+
 @pytest.mark.parametrize("scale", ["fp32", "pow2"])
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -73,6 +85,7 @@ def test_b45_every_path_to_a_scale_gives_the_same_bits(
     scales = {
         "with statistics": quantize(x, stats=True, **options)[0].scale,
         "one expert": quantize(x, offsets=one_expert, **options).scale,
+        "beside another layout": beside_another(x, options).scale,
         "one matrix": quantize(x[None], **options).scale[0],
         "compiled": compiled.quantize_rows(*rows)[1],
         "reference": reference.quantize_rows(*rows)[1],

@@ -15,6 +15,7 @@ from fp8_safeguard.kernels.stats import merge_stats
 from fp8_safeguard.monitor.stats import COLUMNS, VECTOR_LENGTH, TensorStats, measure
 
 LAYOUTS = ("row", "col", "tile")
+Defined = Callable[..., Any]
 SUMS = [COLUMNS.index(name) for name in ("sum_sq", "sum_sq_q", "sum_sq_err", "sum_4th")]
 EXACT = [index for index in range(VECTOR_LENGTH) if index not in SUMS]
 
@@ -48,17 +49,15 @@ def both(
     return vectors[0]
 
 
-def defined(x: torch.Tensor, layout: str, **options: Any) -> Any:
-    return measure(x.float().numpy(), layout=layout, **options).to_vector()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     "shape",
-    [(1, 1), (7,), (129, 257), (300, 1100), (3, 130, 70), (2, 2, 5, 140), (128, 128), (256, 1), (1, 2048)],
+    [(1, 1), (7,), (129, 257), (300, 850), (3, 130, 70), (2, 2, 5, 140), (128, 128), (256, 1), (1, 2048)],
 )
-def test_any_shape_and_dtype(shape: Any, layout: str, dtype: torch.dtype, generator: torch.Generator) -> None:
+def test_any_shape_and_dtype(
+    shape: Any, layout: str, dtype: torch.dtype, generator: torch.Generator, defined: Defined
+) -> None:
     x = (torch.randn(shape, generator=generator) * 3).to(dtype)
     assert_equal_stats(tensor_stats(x, layout=layout), defined(x, layout))
 
@@ -70,7 +69,7 @@ def test_any_shape_and_dtype(shape: Any, layout: str, dtype: torch.dtype, genera
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_option_on_wide_data(
-    log_gaussian: Any, layout: str, fmt: str, options: Any, implementation: Any
+    log_gaussian: Any, layout: str, fmt: str, options: Any, implementation: Any, defined: Defined
 ) -> None:
     x = log_gaussian[:300].clone()
     x[3:9] = 0
@@ -84,7 +83,7 @@ def test_every_option_on_wide_data(
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_bfloat16_value_and_random_bits(
-    bfloat16_values: Any, random_bits: Any, layout: str, implementation: Any
+    bfloat16_values: Any, random_bits: Any, layout: str, implementation: Any, defined: Defined
 ) -> None:
     for x in (bfloat16_values, random_bits[:1024], random_bits[-1024:]):
         assert_equal_stats(both(x, implementation, layout), defined(x, layout))
@@ -93,7 +92,7 @@ def test_every_bfloat16_value_and_random_bits(
 @pytest.mark.parametrize("scale", [1e-30, 1e-38, 3e-43, 1e30])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_sums_of_tiny_and_huge_tensors_keep_their_ratios(
-    scale: float, layout: str, generator: torch.Generator, implementation: Any
+    scale: float, layout: str, generator: torch.Generator, implementation: Any, defined: Defined
 ) -> None:
     """A gradient near 1e-30 has sums near 1e-60, which float32 cannot hold; ratios must not notice."""
     x = (torch.randn(200, 300, generator=generator, dtype=torch.float64) * scale).float()
@@ -110,7 +109,12 @@ def test_sums_of_tiny_and_huge_tensors_keep_their_ratios(
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("level", range(len(native.INSTRUCTION_SETS)))
 def test_native_sums_of_large_tensors_are_near_and_their_counts_exact(
-    level: int, layout: str, dtype: torch.dtype, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+    level: int,
+    layout: str,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+    defined: Defined,
 ) -> None:
     """Above WIDE_SUMS_ELEMENTS a block's sums are float32: every tensor is taken for a large one here."""
     if level > native.level():
@@ -266,7 +270,7 @@ def test_b25_float8_input_is_measured_by_the_values_it_holds() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_b33_views_are_measured_like_their_copies(
-    layout: str, dtype: torch.dtype, generator: torch.Generator
+    layout: str, dtype: torch.dtype, generator: torch.Generator, defined: Defined
 ) -> None:
     x = torch.randn(256, 300, generator=generator).to(dtype)
     images = x[:, :256].reshape(16, 16, 16, 16).contiguous(memory_format=torch.channels_last)
@@ -277,7 +281,7 @@ def test_b33_views_are_measured_like_their_copies(
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_b33_both_implementations_measure_views(
-    layout: str, generator: torch.Generator, implementation: Any
+    layout: str, generator: torch.Generator, implementation: Any, defined: Defined
 ) -> None:
     x = torch.randn(256, 300, generator=generator)
     for view in (x.t(), x[:, ::2], x[::3, 1:129], x[3].expand(130, 300)):
@@ -286,7 +290,7 @@ def test_b33_both_implementations_measure_views(
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_offsets_equal_measuring_experts_apart(
-    layout: str, generator: torch.Generator, implementation: Any
+    layout: str, generator: torch.Generator, implementation: Any, defined: Defined
 ) -> None:
     counts = [0, 130, 1, 0, 256, 77]
     offsets = [0, *np.cumsum(counts).tolist()]
@@ -303,8 +307,9 @@ def test_offsets_equal_measuring_experts_apart(
 
 def test_merging_row_parts_equals_the_whole(log_gaussian: Any) -> None:
     """Rows are quantised by themselves, so any split of the rows gives the same statistics."""
-    whole = tensor_stats(log_gaussian)
-    parts = torch.stack([tensor_stats(part) for part in log_gaussian.split(300)])
+    x = log_gaussian[:500]
+    whole = tensor_stats(x)
+    parts = torch.stack([tensor_stats(part) for part in x.split(170)])
     assert_equal_stats(merge_stats(parts), whole.numpy())
 
 

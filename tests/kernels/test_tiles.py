@@ -1,4 +1,4 @@
-"""Products on matrix tiles against float64 products of what quantize() gives."""
+"""Products of FP8 layers on a CPU against float64 products of what quantize() gives."""
 
 from itertools import pairwise
 from typing import Any
@@ -8,12 +8,41 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8_safeguard.kernels import OperandFormat, quantize, tiles
+from fp8_safeguard.kernels import (
+    OperandFormat,
+    QuantizedTensor,
+    native_gemm,
+    numba_tiles,
+    quantize,
+    reference,
+    tiles,
+)
+from fp8_safeguard.kernels.codes import get_format
 from fp8_safeguard.kernels.round_trip import round_trip
 
-pytestmark = pytest.mark.skipif(
-    not tiles.usable(torch.empty(0)), reason="this processor has no bfloat16 matrix tiles"
-)
+ROUTES = ("numba", *native_gemm.INSTRUCTION_SETS)
+
+
+@pytest.fixture(params=ROUTES, autouse=True)
+def route(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """numba's kernels where there are matrix tiles, and the native ones with each instruction set."""
+    use(request.param, monkeypatch)
+    return str(request.param)
+
+
+def use(route: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Multiply on that route from now on."""
+    if route == "numba":
+        if not numba_tiles.available():
+            pytest.skip("this processor has no bfloat16 matrix tiles")
+        monkeypatch.setattr(tiles, "_default", lambda: "numba")
+        return
+    level = native_gemm.INSTRUCTION_SETS.index(route)
+    if level > native_gemm.level():
+        pytest.skip(f"this processor has no {route}")
+    monkeypatch.setattr(tiles, "_default", lambda: "native")
+    monkeypatch.setattr(native_gemm, "level", lambda: level)
+
 
 TOLERANCE = 1e-6
 """Of sum |a||b| in float32: 128 float32 additions a block, then one scale and add for each block."""
@@ -107,6 +136,34 @@ def test_tiny_gradients_keep_their_precision(magnitude: float, generator: torch.
     ).all()
 
 
+def same(a: Tensor, b: Tensor) -> bool:
+    """Equal bits, all NaN being one."""
+    return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(0.0), b.nan_to_num(0.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("bounds", [[0, 700], [0, 130, 131, 131, 387, 690]])
+def test_all_routes_give_the_same_bits(
+    route: str,
+    bounds: list[int],
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What was measured with one of them holds for the others."""
+    x, dy = wide(700, 384, generator).to(dtype), (1e-6 * wide(700, 260, generator)).to(dtype)
+    w = torch.randn(len(bounds) - 1, 260, 384, generator=generator)
+    x[5, 7], dy[100, 3] = float("nan"), float("inf")
+    found = []
+    for name in (route, "AMX" if route == "numba" else "numba"):
+        use(name, monkeypatch)
+        weight = tiles.weight(w, OperandFormat())
+        y = tiles.fprop(x, weight, 260, OperandFormat(), bounds, dtype)
+        dx = tiles.dgrad(dy, weight, 384, OperandFormat(), bounds, dtype)
+        found.append((y, dx, tiles.wgrad(dy, x, OperandFormat(), OperandFormat(), bounds)))
+    assert all(map(same, *found))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("operand", FORMATS)
 def test_b45_a_weight_kept_for_the_backward_has_the_scales_and_codes_of_quantize(
@@ -114,18 +171,20 @@ def test_b45_a_weight_kept_for_the_backward_has_the_scales_and_codes_of_quantize
 ) -> None:
     w = wide(300, 200, generator).to(dtype)
     w[5] = w[128:256, 128:] = 0
-    kept = tiles.weight(w[None], operand)
-    options = {"fmt": operand.fmt, "scale": operand.scale, "multiplier": operand.multiplier}
-    quantized = quantize(w, layout="tile", **options)
-    assert quantized.scale.shape == (3, 2)
-    for found, scale, size in (
-        (kept.scale_EkN, quantized.scale.t(), 300),
-        (kept.scale_EnK, quantized.scale, 200),
-    ):
+    kept = tiles.weight(w[None], operand).kept
+    options = (get_format(operand.fmt), operand.scale, operand.multiplier)
+    codes, scale = reference.quantize_rows(w, [0, 300], "tile", *options)
+    assert scale.shape == (3, 2)
+    if isinstance(kept, QuantizedTensor):
+        assert kept.scale.dtype == torch.float32
+        assert torch.equal(kept.scale, scale[None])
+        assert torch.equal(kept.data.float(), codes[None].float())
+        return
+    for found, wanted, size in ((kept.scale_EkN, scale.t(), 300), (kept.scale_EnK, scale, 200)):
         assert found.dtype == torch.float32
-        assert torch.equal(found[0, :, :size], scale.repeat_interleave(128, dim=1)[:, :size])
-    codes = kept.codes_ENK[0, :300, :200].contiguous().view(torch.bfloat16)
-    assert torch.equal(codes.float(), quantized.data.float())
+        assert torch.equal(found[0, :, :size], wanted.repeat_interleave(128, dim=1)[:, :size])
+    bits = kept.codes_ENK[0, :300, :200].contiguous().view(torch.bfloat16)
+    assert torch.equal(bits.float(), codes.float())
 
 
 @pytest.mark.parametrize("layout", ["row", "col", "tile"])

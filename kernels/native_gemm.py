@@ -1,0 +1,237 @@
+"""Native FP8 GEMMs on a CPU, dense and grouped."""
+
+# Shapes: M x N the result, K the summed dimension, E experts, S segments: at most 128 of K with one scale in each operand.
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from functools import cache, lru_cache
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from fp8_safeguard.kernels import native
+from fp8_safeguard.kernels.codes import BLOCK
+from fp8_safeguard.kernels.quantized import QuantizedTensor
+
+INSTRUCTION_SETS = (*native.INSTRUCTION_SETS, "AMX")
+"""By the level that the library reports. All give the same bits: they add in the order of the matrix tiles."""
+
+
+class _Operand(ctypes.Structure):
+    """`struct GemmOperand` of cpp/gemm.h."""
+
+    _fields_ = (
+        ("codes", ctypes.c_void_p),
+        ("row_stride", ctypes.c_int64),
+        ("k_stride", ctypes.c_int64),
+        ("expert_stride", ctypes.c_int64),
+        ("is_e5m2", ctypes.c_int64),
+        ("scales", ctypes.c_void_p),
+        ("scale_row_stride", ctypes.c_int64),
+        ("scale_k_stride", ctypes.c_int64),
+        ("scale_expert_stride", ctypes.c_int64),
+        ("rows_per_scale", ctypes.c_int64),
+    )
+
+
+class _Job(ctypes.Structure):
+    """`struct GemmJob` of cpp/gemm.h."""
+
+    _fields_ = (
+        ("a", _Operand),
+        ("b", _Operand),
+        ("columns", ctypes.c_int64),
+        ("out", ctypes.c_void_p),
+        ("out_is_bfloat16", ctypes.c_int64),
+        ("out_stride", ctypes.c_int64),
+        ("out_expert_stride", ctypes.c_int64),
+        ("accumulate", ctypes.c_int64),
+        ("groups", ctypes.c_void_p),
+        ("group_count", ctypes.c_int64),
+        ("segments", ctypes.c_void_p),
+    )
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    """The shared library with its GEMM declared; None where it was not built, or from sources of another version."""
+    loaded = native.library()
+    size = getattr(loaded, "fp8_native_gemm_job_bytes", None)
+    if loaded is None or size is None or size() != ctypes.sizeof(_Job):
+        return None
+    loaded.fp8_native_gemm.argtypes = (ctypes.POINTER(_Job), ctypes.c_int)
+    return loaded
+
+
+def available() -> bool:
+    """Whether the native GEMM was built."""
+    return _library() is not None
+
+
+@cache
+def level() -> int:
+    """Best instruction set of this processor, an index of INSTRUCTION_SETS. Asks Linux for matrix tiles."""
+    loaded = _library()
+    return 0 if loaded is None else int(loaded.fp8_native_gemm_level())
+
+
+def gemm_nt(
+    a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, out: Tensor | None = None
+) -> Tensor:
+    """a [M,K] (row or tile) times b [N,K] (row or tile) transposed: [M,N] in out_dtype, or added to `out`.
+
+    Codes and scales may have any strides. Within 1e-6 x sum |a||b| of the exact product, before the one rounding to
+    out_dtype.
+    """
+    rows, depth = a.shape
+    segments_S = _blocks(depth)
+    groups = [(0, rows, 0, 0, 0, len(segments_S) // _FIELDS)]
+    result = _Result((rows, b.shape[0]), out_dtype, out)
+    return result.multiplied(_operand(a), _operand(b), groups, segments_S)
+
+
+def grouped_nt(
+    a: QuantizedTensor,
+    b: QuantizedTensor,
+    bounds: list[int],
+    out_dtype: torch.dtype,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Rows bounds[e] to bounds[e+1] of a [M,K] (row) times b[e] of [E,N,K] transposed: [M,N] in out_dtype.
+
+    Rows behind the last bound are zeros, or stay as they are in `out`, to which the product is added.
+    """
+    segments_S = _blocks(a.shape[1])
+    last = len(segments_S) // _FIELDS
+    groups = [(start, end, expert, 0, 0, last) for expert, (start, end) in enumerate(pairwise(bounds))]
+    result = _Result((a.shape[0], b.shape[1]), out_dtype, out)
+    if not result.adds and bounds[-1] < a.shape[0]:
+        result.room[bounds[-1] :] = 0
+    return result.multiplied(_operand(a), _operand(b), groups, segments_S)
+
+
+def grouped_wgrad(
+    dy: QuantizedTensor,
+    x: QuantizedTensor,
+    bounds: list[int],
+    out_dtype: torch.dtype,
+    out: Tensor | None = None,
+) -> Tensor:
+    """dy [M,N] (col) transposed times x [M,K] (col), rows bounds[e] to bounds[e+1]: [E,N,K] in out_dtype.
+
+    An expert without rows gives exact zeros. With `out` the products are added to it.
+    """
+    experts, features = len(bounds) - 1, dy.shape[1]
+    firsts, segments_S = _cuts(tuple(bounds), _offsets(dy), _offsets(x))
+    groups = [(0, features, 0, expert, first, last) for expert, (first, last) in enumerate(pairwise(firsts))]
+    result = _Result((experts, features, x.shape[1]), out_dtype, out)
+    return result.multiplied(_operand(dy, summed=0), _operand(x, summed=0), groups, segments_S)
+
+
+class _Result:
+    """Where a product goes: new memory, or `out`, to which it is added."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, out: Tensor | None) -> None:
+        self._out, self._dtype = out, dtype
+        self.adds = out is not None and _is_written_to(out)
+        narrow = out is None and dtype == torch.bfloat16
+        new = torch.empty(0 if self.adds else shape, dtype=torch.bfloat16 if narrow else torch.float32)
+        self.room = out if out is not None and self.adds else new
+
+    def multiplied(
+        self, a: _Operand, b: _Operand, groups: Sequence[tuple[int, ...]], segments_S: array[int]
+    ) -> Tensor:
+        """The product of all groups (`struct GemmGroup` of cpp/gemm.h) in its dtype."""
+        room = self.room
+        fields = array("q", [field for group in groups for field in group])
+        job = _Job(
+            a=a,
+            b=b,
+            columns=room.shape[-1],
+            out=room.data_ptr(),
+            out_is_bfloat16=room.dtype == torch.bfloat16,
+            out_stride=room.stride(-2),
+            out_expert_stride=room.stride(0),
+            accumulate=self.adds,
+            groups=fields.buffer_info()[0],
+            group_count=len(groups),
+            segments=segments_S.buffer_info()[0],
+        )
+        loaded = _library()
+        assert loaded is not None, "the native kernels were not built"
+        if loaded.fp8_native_gemm(ctypes.byref(job), level()):
+            raise MemoryError("the native GEMM found no memory for its panels")
+        if self._out is None:
+            return room.to(self._dtype)
+        return self._out if self.adds else self._out.copy_(self._out.float() + room)
+
+
+def _is_written_to(out: Tensor) -> bool:
+    """Whether the library can add to this tensor itself."""
+    return out.dtype in (torch.float32, torch.bfloat16) and (out.stride(-1) == 1 or out.shape[-1] <= 1)
+
+
+def _operand(operand: QuantizedTensor, summed: int = 1) -> _Operand:
+    """Codes and scales of [rows, K], or [E, rows, K]; with `summed` 0, of [K, rows]."""
+    data, scale = operand.data, operand.scale
+    assert scale.dtype == torch.float32, f"scales are {scale.dtype}"
+    row, k = (-1, -2) if summed == 0 else (-2, -1)
+    experts = data.dim() > 2
+    return _Operand(
+        codes=data.data_ptr(),
+        row_stride=data.stride(row),
+        k_stride=data.stride(k),
+        expert_stride=data.stride(0) if experts else 0,
+        is_e5m2=operand.fmt == "e5m2",
+        scales=scale.data_ptr(),
+        scale_row_stride=scale.stride(row),
+        scale_k_stride=scale.stride(k),
+        scale_expert_stride=scale.stride(0) if experts else 0,
+        rows_per_scale=BLOCK if operand.layout == "tile" else 1,
+    )
+
+
+_FIELDS = 4
+"""Of `struct GemmSegment` of cpp/gemm.h: first and last row along K, block of a, block of b."""
+
+
+@lru_cache(maxsize=256)
+def _blocks(depth: int) -> array[int]:
+    """Segments of blocks that start at 0, the same in both operands."""
+    starts = enumerate(range(0, depth, BLOCK))
+    segments = [(start, min(start + BLOCK, depth), block, block) for block, start in starts]
+    return array("q", [field for segment in segments for field in segment])
+
+
+@lru_cache(maxsize=256)
+def _cuts(
+    bounds: tuple[int, ...], a_offsets: tuple[int, ...], b_offsets: tuple[int, ...]
+) -> tuple[list[int], array[int]]:
+    """Segments of each expert's rows, cut where a block of either operand begins; the first one of each expert."""
+    a_starts, b_starts = _block_starts(a_offsets), _block_starts(b_offsets)
+    firsts, segments = [0], array("q")
+    for start, end in pairwise(bounds):
+        inside = {
+            *a_starts[bisect_right(a_starts, start) : bisect_left(a_starts, end)],
+            *b_starts[bisect_right(b_starts, start) : bisect_left(b_starts, end)],
+        }
+        for first, last in pairwise([start, *sorted(inside), end] if end > start else []):
+            blocks = bisect_right(a_starts, first) - 1, bisect_right(b_starts, first) - 1
+            segments.extend((first, last, *blocks))
+        firsts.append(len(segments) // _FIELDS)
+    return firsts, segments
+
+
+def _offsets(operand: QuantizedTensor) -> tuple[int, ...]:
+    """Rows where the blocks of a col tensor start anew, and its last."""
+    return (0, operand.shape[0]) if operand.offsets is None else tuple(operand.offsets.tolist())
+
+
+def _block_starts(offsets: tuple[int, ...]) -> list[int]:
+    """First rows of all blocks."""
+    return [top for start, end in pairwise(offsets) for top in range(start, end, BLOCK)]
