@@ -28,9 +28,28 @@ def training_side() -> dict[str, Any]:
     return {
         "available": True,
         "kernel_backend": kernels.backend(),
+        "gemm_backend": _products(),
         "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "torch_threads": torch.get_num_threads(),
     }
+
+
+def _products() -> dict[str, str]:
+    """What multiplies in FP8 on each kind of device here, or why nothing does."""
+    import torch
+
+    from fp8_safeguard import kernels
+
+    devices = [torch.device("cpu")]
+    devices += [torch.device("cuda", torch.cuda.current_device())] if torch.cuda.is_available() else []
+    found = {}
+    for device in devices:
+        try:
+            name = kernels.gemm_backend_of(device)
+            found[device.type] = f"{name} ({kernels.gemm_backend()})" if device.type == "cpu" else name
+        except kernels.KernelError as error:
+            found[device.type] = f"none: {error}"
+    return found
 
 
 def report() -> dict[str, Any]:
@@ -55,6 +74,7 @@ def lines(found: dict[str, Any]) -> list[str]:
     training = found["training"]
     if training["available"]:
         text.append(f"  kernels use  {training['kernel_backend']} on {training['cuda'] or 'the CPU'}")
+        text += [f"  products     {name} on {device}" for device, name in training["gemm_backend"].items()]
     else:
         text.append(f"  training     not available: {training['reason']}")
     return text

@@ -10,22 +10,27 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fp8_safeguard.kernels import Fp8GroupedLinear, Fp8Linear, LinearPrecision
+from fp8_safeguard.kernels.moe import (
+    RoutingMap,
+    combine,
+    group_limited_topk,
+    permute,
+    routing_map,
+    spread,
+    swiglu,
+)
 from fp8_safeguard.trainer.config import TrainConfig
 
 # Shapes: T tokens, D model width, E experts, k experts of a token, R = T k routed rows, F SwiGLU width.
 
 
 class Route(NamedTuple):
-    """Where each token goes. Rows are sorted by expert, and by token inside an expert."""
+    """Where each token goes, and how much each of its experts counts."""
 
-    source_R: Tensor
-    """int64 [R]: the token that a sorted row is a copy of."""
-    position_Tk: Tensor
-    """int64 [T, k]: the sorted row of each of a token's copies; the inverse of source_R."""
-    weight_R: Tensor
-    """float32 [R]: routing weight of a sorted row, differentiable."""
-    offsets: Tensor
-    """int32 [E + 1]: first row of each expert, and R."""
+    map: RoutingMap
+    """Rows sorted by expert, without padding: what observers measure is tokens."""
+    weight_Tk: Tensor
+    """float32 [T, k]: routing weights, differentiable."""
 
 
 class Router(nn.Module):
@@ -47,23 +52,12 @@ class Router(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Route:
         """Route float32 [T, D]. In training mode the load of this call is added to `load_E`."""
-        score_TE = torch.sigmoid(F.linear(x_TD.float(), self.weight))
-        expert_Tk = (score_TE.detach() + self.bias_E).topk(self.top_k, dim=-1).indices
-        chosen_Tk = score_TE.gather(1, expert_Tk)
-        # A token whose scores are all 0 in float32 has weight 0 rather than 0/0.
-        weight_Tk = chosen_Tk / chosen_Tk.sum(dim=-1, keepdim=True).clamp_min(1e-20)
-        order_R = expert_Tk.flatten().argsort(stable=True)
-        count_E = expert_Tk.flatten().bincount(minlength=self.bias_E.numel())
+        logits_TE = F.linear(x_TD.float(), self.weight)
+        expert_Tk, weight_Tk = group_limited_topk(logits_TE, self.bias_E, top_k=self.top_k)
+        made = routing_map(expert_Tk, self.bias_E.numel(), alignment=1)
         if self.training:
-            self.load_E += count_E
-        position = torch.empty_like(order_R)
-        position[order_R] = torch.arange(order_R.numel(), device=order_R.device)
-        return Route(
-            source_R=order_R.div(self.top_k, rounding_mode="floor"),
-            position_Tk=position.view_as(expert_Tk),
-            weight_R=gather_rows(weight_Tk.reshape(-1, 1), order_R, position.view(-1, 1)).squeeze(-1),
-            offsets=F.pad(count_E.cumsum(0), (1, 0)).to(torch.int32),
-        )
+            self.load_E += made.counts_E
+        return Route(made, weight_Tk)
 
     @torch.no_grad()
     def balance(self, *, apply: bool = True) -> None:
@@ -82,67 +76,6 @@ class Router(nn.Module):
         # With one expert the entropy is 0 of at most 0: as even as it can be is not worth a special value.
         entropy = float(torch.special.entr(share_E).sum()) / math.log(max(share_E.numel(), 2))
         return {"entropy": entropy, "load_max": float(share_E.max()) * share_E.numel()}
-
-
-def gather_rows(x_TD: Tensor, source_R: Tensor, position_Tk: Tensor) -> Tensor:
-    """x[source], [R, D]: each token's row once for each of its experts. `position_Tk` is the inverse of `source_R`."""
-    x_RD: Tensor = _Gather.apply(x_TD, source_R, position_Tk)  # type: ignore[no-untyped-call]
-    return x_RD
-
-
-def combine_rows(x_RD: Tensor, source_R: Tensor, position_Tk: Tensor) -> Tensor:
-    """[T, D]: the sum of each token's k rows, accumulated in float32."""
-    x_TD: Tensor = _Combine.apply(x_RD, source_R, position_Tk)  # type: ignore[no-untyped-call]
-    return x_TD
-
-
-class _Gather(torch.autograd.Function):
-    """rows[source]; its backward is a gather as well, which is faster than index_add and sums in a fixed order."""
-
-    @staticmethod
-    def forward(
-        ctx: torch.autograd.function.FunctionCtx, x_TD: Tensor, source_R: Tensor, position_Tk: Tensor
-    ) -> Tensor:
-        ctx.save_for_backward(position_Tk)
-        return x_TD.index_select(0, source_R)
-
-    @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (position_Tk,) = ctx.saved_tensors  # type: ignore[attr-defined]
-        return _sum_copies(grads[0], position_Tk), None, None
-
-
-class _Combine(torch.autograd.Function):
-    """Sum of each token's k rows; its backward is the gather of _Gather."""
-
-    @staticmethod
-    def forward(
-        ctx: torch.autograd.function.FunctionCtx, x_RD: Tensor, source_R: Tensor, position_Tk: Tensor
-    ) -> Tensor:
-        ctx.save_for_backward(source_R)
-        return _sum_copies(x_RD, position_Tk)
-
-    @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (source_R,) = ctx.saved_tensors  # type: ignore[attr-defined]
-        return grads[0].index_select(0, source_R), None, None
-
-
-def _sum_copies(x_RD: Tensor, position_Tk: Tensor) -> Tensor:
-    """[T, D]: float32 sum over k of x[position], in x's dtype."""
-    total = x_RD.index_select(0, position_Tk[:, 0]).float()
-    for copy in range(1, position_Tk.shape[1]):
-        total += x_RD.index_select(0, position_Tk[:, copy])
-    return total.to(x_RD.dtype)
-
-
-def swiglu(gate_up: Tensor, weight: Tensor | None = None) -> Tensor:
-    """silu(gate) * up [* weight of the row] in float32, in the input's dtype; gate and up are its two halves."""
-    gate, up = gate_up.float().chunk(2, dim=-1)
-    value = F.silu(gate) * up
-    if weight is not None:
-        value = value * weight.unsqueeze(-1)
-    return value.to(gate_up.dtype)
 
 
 class SharedExpert(nn.Module):
@@ -170,9 +103,9 @@ class RoutedExperts(nn.Module):
 
     def forward(self, x_TD: Tensor, route: Route) -> Tensor:
         """bfloat16 [T, D] to the same: the weighted sum over each token's experts."""
-        x_RD = gather_rows(x_TD, route.source_R, route.position_Tk)
-        hidden_RF = swiglu(self.gate_up(x_RD, route.offsets), route.weight_R)
-        return combine_rows(self.down(hidden_RF, route.offsets), route.source_R, route.position_Tk)
+        x_RD, offsets = permute(x_TD, route.map), route.map.offsets
+        hidden_RF = swiglu(self.gate_up(x_RD, offsets), spread(route.weight_Tk, route.map))
+        return combine(self.down(hidden_RF, offsets), route.map)
 
 
 class MixtureOfExperts(nn.Module):

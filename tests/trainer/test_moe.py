@@ -10,7 +10,7 @@ import torch
 
 from fp8_safeguard.trainer import TrainConfig
 from fp8_safeguard.trainer.model import linear_precision
-from fp8_safeguard.trainer.moe import MixtureOfExperts, Router, combine_rows, gather_rows, swiglu
+from fp8_safeguard.trainer.moe import MixtureOfExperts, Router
 
 # Chains of bfloat16 roundings (input, hidden, output) on values near 0.1.
 BFLOAT16_TOLERANCE = 0.02
@@ -32,33 +32,30 @@ def moe(make_config: Callable[..., TrainConfig]) -> MixtureOfExperts:
     return made
 
 
-def test_rows_are_sorted_by_expert_and_point_back(router: Router) -> None:
-    route = router(torch.randn(40, 64))
-    assert route.offsets.dtype == torch.int32
-    assert route.offsets[0] == 0
-    assert route.offsets[-1] == 80
+def test_rows_are_sorted_by_expert_without_padding(router: Router) -> None:
+    made = router(torch.randn(40, 64)).map
+    assert made.offsets[-1] == made.rows == 80
     copies = torch.arange(40).repeat_interleave(2).view(40, 2)
-    assert torch.equal(route.source_R[route.position_Tk], copies)
-    for start, end in zip(route.offsets[:-1], route.offsets[1:], strict=True):
-        assert torch.all(route.source_R[start:end].diff() > 0)
+    assert torch.equal(made.source_R[made.position_Tk], copies.int())
+    for start, end in zip(made.offsets[:-1], made.offsets[1:], strict=True):
+        assert torch.all(made.source_R[start:end].diff() > 0)
 
 
 def test_weights_are_the_chosen_sigmoids_normalised_to_one_per_token(router: Router) -> None:
     x = torch.randn(40, 64)
-    route = router(x)
     scores = torch.sigmoid(x.double() @ router.weight.double().T)
     best = scores.topk(2, dim=-1)
     expected = best.values / best.values.sum(-1, keepdim=True)
-    torch.testing.assert_close(route.weight_R[route.position_Tk].double(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(router(x).weight_Tk.double(), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_the_bias_selects_but_does_not_weigh(router: Router) -> None:
     x = torch.randn(40, 64)
     router.bias_E[3] = 10.0
     route = router(x)
-    assert route.offsets[4] - route.offsets[3] == 40
-    assert route.weight_R[route.position_Tk].sum(-1).allclose(torch.ones(40))
-    assert torch.all(route.weight_R < 1.0)
+    assert route.map.counts_E[3] == 40
+    assert route.weight_Tk.sum(-1).allclose(torch.ones(40))
+    assert torch.all(route.weight_Tk < 1.0)
 
 
 def test_balance_moves_the_bias_one_step_against_the_load(router: Router) -> None:
@@ -115,22 +112,6 @@ def test_load_scalars_closed_form(router: Router, load: list[int], entropy: floa
     assert math.isclose(scalars["load_max"], load_max, abs_tol=1e-12)
 
 
-def test_gather_and_combine_have_the_gradients_of_plain_indexing(router: Router) -> None:
-    torch.manual_seed(5)
-    route = router(torch.randn(12, 64))
-    x = torch.randn(12, 3, dtype=torch.float64, requires_grad=True)
-    rows = torch.randn(24, 3, dtype=torch.float64, requires_grad=True)
-    pick, mix = torch.randn(24, 3, dtype=torch.float64), torch.randn(12, 3, dtype=torch.float64)
-    gather_rows(x, route.source_R, route.position_Tk).backward(pick)
-    combine_rows(rows, route.source_R, route.position_Tk).backward(mix)
-    expected_x = torch.zeros_like(x).index_add(0, route.source_R, pick)
-    assert x.grad is not None
-    assert rows.grad is not None
-    # Sums run in float32.
-    torch.testing.assert_close(x.grad, expected_x.detach(), rtol=1e-6, atol=1e-6)
-    assert torch.equal(rows.grad, mix[route.source_R])
-
-
 def brute_force(moe: MixtureOfExperts, x_TD: torch.Tensor) -> torch.Tensor:
     """Every token through its own experts, one at a time, in float64."""
 
@@ -166,10 +147,3 @@ def test_gradients_reach_chosen_experts_and_the_router_only(moe: MixtureOfExpert
         assert [bool(g.any()) for g in weight.grad] == [True, True, False, False]
     assert moe.router.weight.grad is not None
     assert [bool(g.any()) for g in moe.router.weight.grad] == [True, True, False, False]
-
-
-def test_swiglu_closed_form() -> None:
-    gate_up = torch.tensor([[1.0, -2.0, 3.0, 0.5]])
-    expected = [3.0 / (1 + math.exp(-1.0)), 0.5 * -2.0 / (1 + math.exp(2.0))]
-    torch.testing.assert_close(swiglu(gate_up), torch.tensor([expected]))
-    torch.testing.assert_close(swiglu(gate_up, torch.tensor([0.25])), torch.tensor([expected]) / 4)
