@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from fp8_safeguard.kernels.triton_launch import Launch
 ARCHITECTURES = {90: "sm_90a", 100: "sm_100a"}
 SHARED_LIMIT = 232_448
 """Bytes of shared memory that a program may use, on both architectures."""
+SHARED, SHARED_RESERVED, REGISTERS, WARPS = 233_472, 1024, 65_536, 64
+"""What a multiprocessor has of each; the second is what every program's shared memory costs besides."""
 
 _TYPES = {
     torch.float8_e4m3fn: "fp8e4nv",
@@ -42,6 +45,7 @@ _TYPES = {
 _ALIGNED = [["tt.divisibility", 16]]
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _OPCODE = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", re.MULTILINE)
+_WIDTH = re.compile(r"\.[US]?(8|16|64|128)(?:\.|$)")
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+)")
 
 
@@ -69,6 +73,17 @@ class MachineCode:
     def spills(self) -> int:
         """Loads and stores of local memory."""
         return self.count("STL") + self.count("LDL")
+
+    @property
+    def resident(self) -> int:
+        """Programs that a multiprocessor holds at a time, by its registers, shared memory and warps."""
+        registers = REGISTERS // (-(-self.registers // 8) * 8 * 32 * self.warps)
+        return min(registers, SHARED // (self.shared + SHARED_RESERVED), WARPS // self.warps)
+
+    @property
+    def bytes_loaded(self) -> int:
+        """Bytes a thread asks global memory for, each load counted once, by its width."""
+        return sum(number * _width(name) for name, number in self.opcodes.items() if name.startswith("LDG"))
 
 
 def compile_launch(launch: Launch, architecture: int) -> MachineCode:
@@ -102,11 +117,22 @@ def compile_shipped(
 
 
 def _compile_case(case: tuple[int, str]) -> MachineCode:
+    architecture, name = case
+    return compile_launch(_shipped(architecture)[name].launch, architecture)
+
+
+@cache
+def _shipped(architecture: int) -> Any:
     # Imported here: what ships is built from launches, which this module only compiles.
     from fp8_safeguard.kernels.triton_shipped import shipped
 
-    architecture, name = case
-    return compile_launch(shipped(architecture)[name].launch, architecture)
+    return shipped(architecture)
+
+
+def _width(load: str) -> int:
+    """Bytes of a load by its name, of which LDG.E alone reads 4."""
+    found = _WIDTH.search(load)
+    return int(found[1]) // 8 if found else 4
 
 
 def _specialised(launch: Launch) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int, ...], Any]]:

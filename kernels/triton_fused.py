@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,17 +15,16 @@ from fp8_safeguard.kernels.codes import BLOCK, CodeFormat
 from fp8_safeguard.kernels.errors import OperandError, require_option
 from fp8_safeguard.kernels.operands import check_options, check_source
 from fp8_safeguard.kernels.quantized import QuantizedTensor
-from fp8_safeguard.kernels.triton_launch import Launch, as_bytes, next_power_of_two
+from fp8_safeguard.kernels.triton_launch import Launch, as_bytes
 from fp8_safeguard.kernels.triton_quantize import quantize_kernel
 from fp8_safeguard.kernels.triton_rare import quantize_rare_kernel
 from fp8_safeguard.kernels.triton_stats import sum_column_tiles_kernel, sum_row_tiles_kernel
-from fp8_safeguard.monitor.stats import VECTOR_LENGTH
+from fp8_safeguard.kernels.triton_tiling import Tiling
+from fp8_safeguard.monitor.stats import COLUMNS, VECTOR_LENGTH
 
 BLOCK_LAYOUTS = ("", "col", "tile")
 PLAIN_MULTIPLIER = 20
 """Binades that the multiplier of a plain tile may shift its scales by."""
-ROW_TILE = 32
-"""Rows a program takes where only the row layout is wanted: nothing is summed along them."""
 TMA_BYTES = 16
 """Strides of a tensor that the tensor memory accelerator reads are multiples of it."""
 PARTIAL_WIDTH = 32
@@ -83,7 +82,8 @@ def quantize_layouts(
     quantised in the row layout, give zero codes in the others, and are never measured. With offsets the block
     scales have R // 128 + E + 1 rows, the surplus ones 1. `aligned` says that R and every offset are multiples of 16, as the
     padding routing map makes them; without it codes are not stored transposed, which would go byte by byte. Without
-    `store` only statistics are returned.
+    `store` only statistics are returned. Columns that are not a multiple of 16 are copied to one first: the kernel
+    would load them one by one, and spill; the codes are then views of rows that long.
     """
     code_format = check_options("row", fmt, scale, multiplier)
     require_option("blocks", blocks, BLOCK_LAYOUTS)
@@ -98,22 +98,68 @@ def quantize_layouts(
         row=row, blocks=blocks, code_format=code_format, fmt=fmt, scale=scale, multiplier=multiplier,
         store=store, stats=stats, aligned=aligned, k_major=k_major and (aligned or offsets is None),
     )  # fmt: skip
-    launches, result = plan(x, request, offsets)
+    if stats and store and blocks and multiplier < 1.0:
+        # Where numbers saturate, one kernel for all would spill registers: codes from one read, statistics from others.
+        shared: dict[str, Any] = {
+            "row": row, "blocks": blocks, "fmt": fmt, "scale": scale, "multiplier": multiplier, "offsets": offsets,
+        }  # fmt: skip
+        quantised = quantize_layouts(x, k_major=k_major, aligned=aligned, **shared)
+        return quantised._replace(stats=quantize_layouts(x, stats=True, store=False, **shared).stats)
+    padded = _padded(x)
+    launches, result = plan(padded, request, offsets)
     for launch in launches:
         launch.run()
-    return result
+    return result if padded is x else _cut(result, x.shape[-1], padded.shape[-1])
+
+
+def _padded(x: Tensor) -> Tensor:
+    """x itself, or a copy with zeros behind each row up to a multiple of 16 columns."""
+    surplus = -x.shape[-1] % TMA_BYTES
+    if not surplus or not x.numel():
+        return x
+    padded = x.new_zeros((*x.shape[:-1], x.shape[-1] + surplus))
+    padded[..., : x.shape[-1]] = x.detach()
+    return padded
+
+
+def _cut(padded: Fused, columns: int, width: int) -> Fused:
+    """The results of the first `columns` of `width`: the zeros behind them were counted, and changed nothing else."""
+    row, block, stats = padded
+    if stats is not None:
+        zeros = (width - columns) * stats[..., COLUMNS.index("rows")]
+        for name in ("count", "zeros"):
+            stats[..., COLUMNS.index(name)] -= zeros
+    if row is not None:
+        row = replace(row, data=row.data[..., :columns])
+    if block is not None:
+        scale = block.scale[..., :columns] if block.layout == "col" else block.scale
+        block = replace(block, data=block.data[..., :columns], scale=scale)
+    return Fused(row, block, stats)
 
 
 def plan(x: Tensor, request: Request, offsets: Tensor | None = None) -> tuple[list[Launch], Fused]:
     """The kernels to start, in order, and the tensors they fill."""
+    if request.row and request.blocks and request.stats and not request.store:
+        return _plan_apart(x, request, offsets)
     source = x.detach()
     source = source.float() if source.dtype == torch.float64 else source
     rows_each, columns = (1, x.shape[0]) if x.dim() == 1 else x.shape[-2:]
     x_RC = source.reshape(math.prod(x.shape[:-2]) * rows_each, columns)
-    tiling = Tiling.of(x_RC, rows_each, request, offsets)
+    tiling = Tiling.of(x_RC, rows_each, request.blocks, request.stats, offsets)
     row = _empty_row(x, x_RC, request) if request.row and request.store else None
     block = _empty_block(x, x_RC, tiling, request, offsets) if request.blocks and request.store else None
     return _launches(x_RC, tiling, request, row, block, None)
+
+
+def _plan_apart(x: Tensor, request: Request, offsets: Tensor | None) -> tuple[list[Launch], Fused]:
+    """Statistics alone, one layout after the other: two small kernels, where one for both would spill registers."""
+    segments = 1 if offsets is None else offsets.numel() - 1
+    stats = torch.empty((2, segments, VECTOR_LENGTH), dtype=torch.float64, device=x.device)
+    launches = []
+    for slot, part in enumerate((replace(request, blocks=""), replace(request, row=False))):
+        made, _ = plan(x, part, offsets)
+        launches += [*made[:-1], replace(made[-1], arguments=made[-1].arguments | {"out_ptr": stats[slot]})]
+    return launches, Fused(None, None, stats[:, 0] if offsets is None else stats)
 
 
 def reblock(rows: QuantizedTensor, *, stats: bool = False, k_major: bool = True) -> QuantizedTensor:
@@ -140,37 +186,10 @@ def plan_reblock(rows: QuantizedTensor, *, k_major: bool = True) -> tuple[list[L
         row=False, blocks="col", code_format=check_options("col", rows.fmt, "pow2", 1.0), fmt=rows.fmt,
         scale="pow2", k_major=k_major,
     )  # fmt: skip
-    tiling = Tiling.of(x_RC, rows_each, request, None)
+    tiling = Tiling.of(x_RC, rows_each, request.blocks, request.stats, None)
     block = _empty_block(x, x_RC, tiling, request, None)
     scale_Rb = rows.scale.reshape(x_RC.shape[0], -(-columns // BLOCK))
     return _launches(as_bytes(x_RC), tiling, request, None, block, scale_Rb)
-
-
-@dataclass(frozen=True)
-class Tiling:
-    """How the rows are cut into tiles that no segment shares."""
-
-    tile: int
-    segments: int
-    rows_per_segment: int
-    row_tiles: int
-    """Tiles of all segments; with offsets the most that there can be."""
-    slots: int
-    """A power of two above the number of segments, 0 where all are equal."""
-    offsets: Tensor
-
-    @classmethod
-    def of(cls, x_RC: Tensor, rows_each: int, request: Request, offsets: Tensor | None) -> Tiling:
-        """Segments are the experts, the matrices, or (in rows only) nothing at all."""
-        rows, rows_alone = x_RC.shape[0], not request.blocks
-        if offsets is not None and (request.blocks or request.stats):
-            experts = offsets.numel() - 1
-            tiles = rows // BLOCK + experts + 1
-            return cls(BLOCK, experts, 0, tiles, next_power_of_two(experts + 1), offsets)
-        tile = ROW_TILE if rows_alone else BLOCK
-        each = rows if rows_alone else rows_each
-        segments = 1 if rows_alone else (rows // rows_each if rows_each else 0)
-        return cls(tile, segments, each, segments * -(-each // tile), 0, x_RC)
 
 
 def _empty_row(x: Tensor, x_RC: Tensor, request: Request) -> QuantizedTensor:

@@ -49,22 +49,43 @@ def load_operand(
 
 
 @triton.jit
-def promote(
-    accumulator: tl.tensor, product: tl.tensor, row: tl.tensor, column: tl.tensor, rows: tl.tensor, columns: tl.tensor,
-    a_scale_ptr: tl.tensor, b_scale_ptr: tl.tensor, a_stride: tl.tensor, b_stride: tl.tensor,
-    A_ROWS: tl.constexpr, B_ROWS: tl.constexpr,
+def row_scales(
+    ptr: tl.tensor, row: tl.tensor, rows: tl.tensor, stride: tl.tensor, SHARED: tl.constexpr
+) -> tl.tensor:
+    """Scales of rows, SHARED of which have one in common. Loaded before a product, they come while it runs."""
+    return tl.load(ptr + (row // SHARED).to(tl.int64) * stride, mask=row < rows, other=0.0)
+
+
+@triton.jit
+def column_scales(
+    ptr: tl.tensor, first: tl.tensor, columns: tl.tensor, stride: tl.tensor, SHARED: tl.constexpr, WIDTH: tl.constexpr
 ) -> tl.tensor:  # fmt: skip
+    """Scales of WIDTH columns: one number where they lie in one block of a tile-quantised weight."""
+    if SHARED == DEPTH:
+        scale = tl.load(ptr + (tl.where(first < columns, first, 0) // DEPTH).to(tl.int64) * stride)
+    else:
+        scale = row_scales(ptr, first + tl.arange(0, WIDTH), columns, stride, SHARED)
+    return scale
+
+
+@triton.jit
+def promote(
+    accumulator: tl.tensor, product: tl.tensor, a_scale: tl.tensor, b_scale: tl.tensor, B_ROWS: tl.constexpr
+) -> tl.tensor:
     """Add one block's product times its scales: in one multiply-add an element where B has one scale a block."""
-    a_scale = tl.load(a_scale_ptr + (row // A_ROWS).to(tl.int64) * a_stride, mask=row < rows, other=0.0)
-    if B_ROWS == DEPTH and product.shape[1] == DEPTH:
-        b_scale = tl.load(b_scale_ptr + (tl.min(column, axis=0) // DEPTH).to(tl.int64) * b_stride)
+    if B_ROWS == DEPTH:
         accumulator += product * (a_scale * b_scale)[:, None]
     else:
-        b_scale = tl.load(
-            b_scale_ptr + (column // B_ROWS).to(tl.int64) * b_stride, mask=column < columns, other=0.0
-        )
         accumulator += product * (a_scale[:, None] * b_scale[None, :])
     return accumulator
+
+
+@triton.jit
+def columns_of(block_n: tl.tensor, FIRST: tl.constexpr, SECOND: tl.constexpr) -> tl.tensor:
+    """First columns of a block's two products. Of 128 + 64, every other block is 64 + 128: neither then has two scales."""
+    start = block_n * (FIRST + SECOND)
+    odd = block_n % 2 if FIRST > SECOND and SECOND > 0 else 0
+    return start + odd * SECOND, start + (1 - odd) * FIRST
 
 
 @triton.jit
@@ -95,45 +116,74 @@ def gemm_kernel(
     column = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
     accumulator = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for block in range(0, tl.cdiv(k, DEPTH)):
+        a_scale = row_scales(a_scale_ptr + block * a_scale_stride_k, row, m, a_scale_stride_m, A_ROWS)
+        b_scale = column_scales(
+            b_scale_ptr + block * b_scale_stride_k, block_n * BLOCK_N, n, b_scale_stride_n, B_ROWS, BLOCK_N
+        )
         depth = block * DEPTH + tl.arange(0, DEPTH)
         a = load_operand(a_ptr, row, depth, m, 0, k, a_stride_m, a_stride_k, A_K_MAJOR, EVEN)
         b = load_operand(b_ptr, column, depth, n, 0, k, b_stride_n, b_stride_k, B_K_MAJOR, EVEN)
-        accumulator = promote(
-            accumulator, tl.dot(a, tl.trans(b)), row, column, m, n,
-            a_scale_ptr + block * a_scale_stride_k, b_scale_ptr + block * b_scale_stride_k,
-            a_scale_stride_m, b_scale_stride_n, A_ROWS, B_ROWS,
-        )  # fmt: skip
+        accumulator = promote(accumulator, tl.dot(a, tl.trans(b)), a_scale, b_scale, B_ROWS)
     store_result(out_ptr, accumulator, row, column, m, n, out_stride, ACCUMULATE)
 
 
 @triton.jit
+def add_block(
+    accumulator: tl.tensor, a: tl.tensor, a_scale: tl.tensor, b_desc: tl.tensor, b_scale_ptr: tl.tensor,
+    row: tl.tensor, block: tl.tensor, first: tl.tensor, columns: tl.tensor, b_scale_stride: tl.tensor,
+    B_ROWS: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """accumulator plus a block of A times one of B, which the descriptor finds at a row of its own."""
+    WIDTH: tl.constexpr = accumulator.shape[1]
+    b_scale = column_scales(b_scale_ptr, first, columns, b_scale_stride, B_ROWS, WIDTH)
+    b = b_desc.load([row, block * DEPTH])
+    return promote(accumulator, tl.dot(a, tl.trans(b)), a_scale, b_scale, B_ROWS)
+
+
+@triton.jit
+def put_block(
+    out_desc: tl.tensor, accumulator: tl.tensor, row: tl.tensor, column: tl.tensor, ACCUMULATE: tl.constexpr
+) -> tl.tensor:
+    """Write a block of the result, or add it to what is there; nothing is written outside."""
+    if ACCUMULATE:
+        accumulator += out_desc.load([row, column]).to(tl.float32)
+    out_desc.store([row, column], accumulator.to(out_desc.dtype))
+
+
+@triton.jit
 def gemm_tma_kernel(
-    a_desc: tl.tensor, b_desc: tl.tensor, out_desc: tl.tensor, a_scale_ptr: tl.tensor, b_scale_ptr: tl.tensor,
+    a_desc: tl.tensor, b_desc: tl.tensor, b_second_desc: tl.tensor, out_desc: tl.tensor, out_second_desc: tl.tensor,
+    a_scale_ptr: tl.tensor, b_scale_ptr: tl.tensor,
     m: tl.tensor, n: tl.tensor, k: tl.tensor,
     a_scale_stride_m: tl.tensor, a_scale_stride_k: tl.tensor, b_scale_stride_n: tl.tensor, b_scale_stride_k: tl.tensor,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr, A_ROWS: tl.constexpr, B_ROWS: tl.constexpr,
-    ACCUMULATE: tl.constexpr, SPECIALIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, GROUP_M: tl.constexpr, A_ROWS: tl.constexpr,
+    B_ROWS: tl.constexpr, ACCUMULATE: tl.constexpr, SPECIALIZE: tl.constexpr,
 ) -> None:  # fmt: skip
     """All blocks of the result in turn (persistent), operands and result through the tensor memory accelerator.
 
-    It fills what lies outside with zeros, and does not write there.
+    It fills what lies outside with zeros. A block is FIRST + SECOND columns wide: while one product runs, the other
+    is scaled and added. 192 columns are what two warp groups hold of both without spilling.
     """
-    tiles_m, tiles_n = tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N)
+    tiles_m, tiles_n = tl.cdiv(m, BLOCK_M), tl.cdiv(n, FIRST + SECOND)
     for tile in tl.range(
         tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True, warp_specialize=SPECIALIZE
     ):
         block_m, block_n = block_of(tile, tiles_m, tiles_n, GROUP_M)
         row = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
-        column = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
-        accumulator = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        first, second = columns_of(block_n, FIRST, SECOND)
+        accumulator = tl.zeros((BLOCK_M, FIRST), tl.float32)
+        beside = tl.zeros((BLOCK_M, SECOND if SECOND > 0 else FIRST), tl.float32)
         for block in range(0, tl.cdiv(k, DEPTH)):
+            a_scale = row_scales(a_scale_ptr + block * a_scale_stride_k, row, m, a_scale_stride_m, A_ROWS)
+            b_scale_at = b_scale_ptr + block * b_scale_stride_k
             a = a_desc.load([block_m * BLOCK_M, block * DEPTH])
-            b = b_desc.load([block_n * BLOCK_N, block * DEPTH])
-            accumulator = promote(
-                accumulator, tl.dot(a, tl.trans(b)), row, column, m, n,
-                a_scale_ptr + block * a_scale_stride_k, b_scale_ptr + block * b_scale_stride_k,
-                a_scale_stride_m, b_scale_stride_n, A_ROWS, B_ROWS,
-            )  # fmt: skip
-        if ACCUMULATE:
-            accumulator += out_desc.load([block_m * BLOCK_M, block_n * BLOCK_N]).to(tl.float32)
-        out_desc.store([block_m * BLOCK_M, block_n * BLOCK_N], accumulator.to(out_desc.dtype))
+            accumulator = add_block(
+                accumulator, a, a_scale, b_desc, b_scale_at, first, block, first, n, b_scale_stride_n, B_ROWS
+            )
+            if SECOND > 0:
+                beside = add_block(
+                    beside, a, a_scale, b_second_desc, b_scale_at, second, block, second, n, b_scale_stride_n, B_ROWS
+                )  # fmt: skip
+        put_block(out_desc, accumulator, block_m * BLOCK_M, first, ACCUMULATE)
+        if SECOND > 0:
+            put_block(out_second_desc, beside, block_m * BLOCK_M, second, ACCUMULATE)

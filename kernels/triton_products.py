@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,11 @@ from fp8_safeguard.kernels.gemm import require_operand, require_same
 from fp8_safeguard.kernels.quantized import QuantizedTensor
 from fp8_safeguard.kernels.triton_config import GemmConfig, architecture_of, gemm_config, processors_of
 from fp8_safeguard.kernels.triton_gemm import gemm_kernel, gemm_tma_kernel
-from fp8_safeguard.kernels.triton_grouped import grouped_kernel, grouped_wgrad_kernel
+from fp8_safeguard.kernels.triton_grouped import (
+    grouped_kernel,
+    grouped_wgrad_kernel,
+    grouped_wgrad_tma_kernel,
+)
 from fp8_safeguard.kernels.triton_launch import Launch, next_power_of_two
 
 TMA_BYTES = 16
@@ -79,6 +84,7 @@ def plan_gemm(
     config: GemmConfig | None,
 ) -> tuple[Tensor, Launch | None]:
     """The result and the kernel that fills it; no kernel where nothing is summed."""
+    a, b = _readable(a), _readable(b)
     (m, k), n = a.shape, b.shape[0]
     accumulate = out is not None
     if out is None:
@@ -90,7 +96,10 @@ def plan_gemm(
     if 0 in (m, n, k):
         return (out if accumulate else out.zero_()), None
     tma = _fits_tma(a.data) and _fits_tma(b.data) and _fits_tma(out)
-    config = config or gemm_config(architecture_of(a.device), m, scales=b.layout, tma=tma)
+    processors = processors_of(a.device)
+    config = config or gemm_config(
+        architecture_of(a.device), m, n, scales=b.layout, tma=tma, processors=processors
+    )
     shared = {
         "a_scale_ptr": a.scale,
         "b_scale_ptr": b.scale,
@@ -99,21 +108,27 @@ def plan_gemm(
         "k": k,
         **_strides("a_scale", a.scale, "m", "k"),
         **_strides("b_scale", b.scale, "n", "k"),
-        **_blocks(config),
+        "BLOCK_M": config.block_m,
+        "GROUP_M": config.group_m,
         "A_ROWS": SCALE_ROWS[a.layout],
         "B_ROWS": SCALE_ROWS[b.layout],
         "ACCUMULATE": accumulate,
     }
-    tiles = -(-m // config.block_m) * -(-n // config.block_n)
+    tiles_m = -(-m // config.block_m)
     if config.tma:
         arguments = {
             "a_desc": _descriptor(a.data, config.block_m),
-            "b_desc": _descriptor(b.data, config.block_n),
-            "out_desc": TensorDescriptor.from_tensor(out, [config.block_m, config.block_n]),
+            "b_desc": _descriptor(b.data, config.first_n),
+            "b_second_desc": _descriptor(b.data, config.second_n or config.first_n),
+            "out_desc": TensorDescriptor.from_tensor(out, [config.block_m, config.first_n]),
+            "out_second_desc": TensorDescriptor.from_tensor(
+                out, [config.block_m, config.second_n or config.first_n]
+            ),
+            **_parts(config),
             "SPECIALIZE": config.specialize,
         }
-        grid = min(processors_of(a.device), tiles)
-        return out, _launch(gemm_tma_kernel, grid, shared | arguments, config)
+        programs = min(processors * config.resident, tiles_m * -(-n // config.block_n))
+        return out, _launch(gemm_tma_kernel, programs, shared | arguments, config)
     arguments = {
         "a_ptr": a.data,
         "b_ptr": b.data,
@@ -121,11 +136,12 @@ def plan_gemm(
         **_strides("a", a.data, "m", "k"),
         **_strides("b", b.data, "n", "k"),
         "out_stride": out.stride(0),
+        "BLOCK_N": BLOCK,
         "A_K_MAJOR": _k_major(a.data),
         "B_K_MAJOR": _k_major(b.data),
         "EVEN": k % BLOCK == 0,
     }
-    return out, _launch(gemm_kernel, tiles, shared | arguments, config)
+    return out, _launch(gemm_kernel, tiles_m * -(-n // BLOCK), shared | arguments, config)
 
 
 def grouped_gemm_nt(
@@ -155,16 +171,23 @@ def plan_grouped(
     a: QuantizedTensor, b: QuantizedTensor, offsets: Tensor, out_dtype: torch.dtype, config: GemmConfig | None
 ) -> tuple[Tensor, Launch | None]:
     """The result and the kernel that fills it."""
+    a, b = _readable(a), _readable(b)
     (tokens, k), (experts, n, _) = a.shape, b.shape
     out = torch.empty((tokens, n), dtype=out_dtype, device=a.device)
     if 0 in (tokens, n, k, experts):
         return out.zero_(), None
     all_experts = b.data.reshape(experts * n, k) if b.data.is_contiguous() else b.data[0]
     tma = b.data.is_contiguous() and _fits_tma(a.data) and _fits_tma(all_experts)
-    config = config or gemm_config(architecture_of(a.device), tokens, scales=b.layout, tma=tma)
+    config = config or gemm_config(
+        architecture_of(a.device), -(-tokens // experts), n, scales=b.layout, tma=tma, grouped=True
+    )
+    parts = (
+        {"FIRST": config.first_n, "SECOND": config.second_n} if config.tma else {"FIRST": BLOCK, "SECOND": 0}
+    )
     arguments = {
         "a": _descriptor(a.data, config.block_m) if config.tma else a.data,
-        "b": _descriptor(all_experts, config.block_n) if config.tma else b.data,
+        "b": _descriptor(all_experts, config.first_n) if config.tma else b.data,
+        "b_second": _descriptor(all_experts, config.second_n or config.first_n) if config.tma else b.data,
         "out_ptr": out,
         "a_scale_ptr": a.scale,
         "b_scale_ptr": b.scale,
@@ -178,7 +201,9 @@ def plan_grouped(
         "out_stride": out.stride(0),
         **_strides("a_scale", a.scale, "m", "k"),
         **_strides("b_scale", b.scale, "e", "n", "k"),
-        **_blocks(config),
+        "BLOCK_M": config.block_m,
+        "GROUP_M": config.group_m,
+        **parts,
         "A_ROWS": 1,
         "B_ROWS": SCALE_ROWS[b.layout],
         "A_K_MAJOR": _k_major(a.data),
@@ -187,8 +212,9 @@ def plan_grouped(
         "SLOTS": next_power_of_two(experts + 1),
         "TMA": config.tma,
     }
-    tiles = (tokens // config.block_m + experts + 1) * -(-n // config.block_n)
-    return out, _launch(grouped_kernel, min(processors_of(a.device), tiles), arguments, config)
+    tiles = (tokens // config.block_m + experts + 1) * -(-n // (parts["FIRST"] + parts["SECOND"]))
+    programs = min(processors_of(a.device) * config.resident, tiles)
+    return out, _launch(grouped_kernel, programs, arguments, config)
 
 
 def grouped_gemm_wgrad(
@@ -204,7 +230,8 @@ def grouped_gemm_wgrad(
     """dy [T,N] (col) transposed times x [T,K] (col), expert by expert: [E,N,K] in out_dtype, or added to `out`.
 
     An expert without rows gives exact zeros. Both operands are split by these offsets, or neither is. `aligned` says
-    that every offset is a multiple of 16, as the padding routing map makes them: the fast loads need that.
+    that every offset is a multiple of 16, as the padding routing map makes them: the tensor memory accelerator begins
+    at multiples of 16 bytes only. Other experts are read by pointers, 16 bytes at a time from codes stored by token.
     """
     require_operand("dy", dy, 2, ("col",))
     require_operand("x", x, 2, ("col",))
@@ -228,6 +255,7 @@ def plan_grouped_wgrad(
     config: GemmConfig | None,
 ) -> tuple[Tensor, Launch | None]:
     """The result and the kernel that fills it."""
+    dy, x = _readable(dy), _readable(x)
     (tokens, n), k, experts = dy.shape, x.shape[1], offsets.numel() - 1
     accumulate = out is not None
     if out is None:
@@ -242,10 +270,8 @@ def plan_grouped_wgrad(
     split = dy.offsets is not None
     dy_NT, x_KT = dy.data.t(), x.data.t()
     tma = aligned and split and _fits_tma(dy_NT) and _fits_tma(x_KT)
-    config = config or gemm_config(architecture_of(x.device), n, scales="col", tma=tma)
+    config = config or gemm_config(architecture_of(x.device), n, k, scales="col", tma=tma, grouped=True)
     arguments = {
-        "dy": _descriptor(dy_NT, config.block_m) if config.tma else dy_NT,
-        "x": _descriptor(x_KT, config.block_n) if config.tma else x_KT,
         "out_ptr": out,
         "dy_scale_ptr": dy.scale,
         "x_scale_ptr": x.scale,
@@ -254,22 +280,36 @@ def plan_grouped_wgrad(
         "n": n,
         "k": k,
         "experts": experts,
-        **_strides("dy", dy_NT, "n", "t"),
-        **_strides("x", x_KT, "k", "t"),
         "out_stride_e": out.stride(0),
         "out_stride_n": out.stride(1),
         "dy_scale_stride": dy.scale.stride(0),
         "x_scale_stride": x.scale.stride(0),
-        **_blocks(config),
+        "BLOCK_M": config.block_m,
+        "GROUP_M": config.group_m,
+        "ACCUMULATE": accumulate,
+        "SLOTS": next_power_of_two(experts + 1),
+    }
+    tiles = experts * -(-n // config.block_m) * -(-k // BLOCK)
+    programs = min(processors_of(x.device) * config.resident, tiles)
+    if config.tma:
+        arguments |= {
+            "dy": _descriptor(dy_NT, config.block_m),
+            "x": _descriptor(x_KT, config.first_n),
+            "x_second": _descriptor(x_KT, config.second_n or config.first_n),
+            **_parts(config),
+        }
+        return out, _launch(grouped_wgrad_tma_kernel, programs, arguments, config)
+    arguments |= {
+        "dy_ptr": dy_NT,
+        "x_ptr": x_KT,
+        **_strides("dy", dy_NT, "n", "t"),
+        **_strides("x", x_KT, "k", "t"),
+        "BLOCK_N": BLOCK,
         "DY_K_MAJOR": _k_major(dy_NT),
         "X_K_MAJOR": _k_major(x_KT),
         "SPLIT": split,
-        "ACCUMULATE": accumulate,
-        "SLOTS": next_power_of_two(experts + 1),
-        "TMA": config.tma,
     }
-    tiles = experts * -(-n // config.block_m) * -(-k // config.block_n)
-    return out, _launch(grouped_wgrad_kernel, min(processors_of(x.device), tiles), arguments, config)
+    return out, _launch(grouped_wgrad_kernel, programs, arguments, config)
 
 
 def _launch(kernel: Any, programs: int, arguments: dict[str, Any], config: GemmConfig) -> Launch:
@@ -278,12 +318,19 @@ def _launch(kernel: Any, programs: int, arguments: dict[str, Any], config: GemmC
     )
 
 
-def _blocks(config: GemmConfig) -> dict[str, int]:
-    return {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "GROUP_M": config.group_m}
+def _parts(config: GemmConfig) -> dict[str, int]:
+    return {"FIRST": config.first_n, "SECOND": config.second_n}
 
 
 def _strides(name: str, tensor: Tensor, *axes: str) -> dict[str, int]:
     return {f"{name}_stride_{axis}": stride for axis, stride in zip(axes, tensor.stride(), strict=True)}
+
+
+def _readable(operand: QuantizedTensor) -> QuantizedTensor:
+    """The operand, its codes copied unless they are contiguous along rows or columns: kernels read along one of them."""
+    if 1 in operand.data.stride()[-2:]:
+        return operand
+    return replace(operand, data=operand.data.clone(memory_format=torch.contiguous_format))
 
 
 def _k_major(codes: Tensor) -> bool:

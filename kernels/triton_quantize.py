@@ -173,19 +173,9 @@ def quantize_kernel(
                 )  # fmt: skip
             if STATS:
                 flags = store_plain(
-                    x,
-                    ratio,
-                    codes,
-                    scale,
-                    tile_amax,
-                    valid,
-                    padding,
-                    row_partial_ptr,
-                    row_blocks_ptr,
-                    "row",
-                    E4M3,
-                    SATURATES,
-                )
+                    x, ratio, codes, scale, tile_amax, valid, padding,
+                    row_partial_ptr, row_blocks_ptr, "row", E4M3, SATURATES,
+                )  # fmt: skip
                 store_flags(flags, flags_ptr, 0, rows, first, end, column_tile, column_tiles, TILE)
         if BLOCKS != "":
             if STATS and ROW:
@@ -204,19 +194,9 @@ def quantize_kernel(
                 )  # fmt: skip
             if STATS:
                 flags = store_plain(
-                    x,
-                    ratio,
-                    codes,
-                    scale,
-                    tile_amax,
-                    valid,
-                    padding,
-                    block_partial_ptr,
-                    block_blocks_ptr,
-                    BLOCKS,
-                    E4M3,
-                    SATURATES,
-                )
+                    x, ratio, codes, scale, tile_amax, valid, padding,
+                    block_partial_ptr, block_blocks_ptr, BLOCKS, E4M3, SATURATES,
+                )  # fmt: skip
                 store_flags(flags, flags_ptr, BLOCK_SLOT, rows, first, end, column_tile, column_tiles, TILE)
     else:
         tl.store(rare_ptr + place, 1)

@@ -103,7 +103,6 @@ def store_plain(
     units = x * unit
     scale_units = scale * unit
     error = tl.fma(-value, scale_units, units)
-    quantised = value * scale_units
     square = units * units
     signal, noise = block_sum(square, BLOCK), block_sum(error * error, BLOCK)
     BLOCKS: tl.constexpr = x.shape[1] if BLOCK == "col" else x.shape[0]
@@ -125,7 +124,8 @@ def store_plain(
     tl.store(partial_ptr + AMAX, tile_amax_bits.to(tl.float32, bitcast=True).to(tl.float64))
     tl.store(partial_ptr + SUM_SQ, 0.0)
     tl.store(partial_ptr + SUM_SQ_ERR, 0.0)
-    tl.store(partial_ptr + SUM_SQ_Q, total(quantised * quantised).to(tl.float64) * squared)
+    quantised = total(block_sum(value * value, BLOCK) * scale_units * scale_units)
+    tl.store(partial_ptr + SUM_SQ_Q, quantised.to(tl.float64) * squared)
     tl.store(partial_ptr + SUM_4TH, total(square * square).to(tl.float64) * (squared * squared))
     tl.store(partial_ptr + BINS_AT + tl.arange(0, BINS_AT), tl.zeros((BINS_AT,), tl.float64))
     return tl.where(alive > 0, ALIVE, 0) + tl.where(nonzero > alive, LOST, 0)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import triton
 
 from fp8_safeguard.kernels.triton_compile import ARCHITECTURES, SHARED_LIMIT, MachineCode, compile_shipped
 from fp8_safeguard.kernels.triton_shipped import Shipped, shipped
@@ -15,7 +16,10 @@ RESOURCES = Path(__file__).with_name("resources.json")
 UPDATE = "FP8_SAFEGUARD_COMPILE=1 FP8_SAFEGUARD_COMPILE_UPDATE=1 python -m pytest tests/compile"
 TENSOR_CORE = {90: "QGMMA", 100: "UTCQMMA"}
 
-CASES = [(architecture, name) for architecture in ARCHITECTURES for name in shipped(architecture)]
+SHIPPED = {architecture: shipped(architecture) for architecture in ARCHITECTURES}
+CASES = [(architecture, name) for architecture in ARCHITECTURES for name in SHIPPED[architecture]]
+VERSION = "triton"
+"""Key of the recorded resources: the release that they belong to."""
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +32,9 @@ def compiled() -> dict[tuple[int, str], MachineCode]:
 def recorded() -> Iterator[dict[str, Any]]:
     """The recorded resources; written anew at the end when that was asked for."""
     known = json.loads(RESOURCES.read_text()) if RESOURCES.exists() else {}
+    if known.get(VERSION) != triton.__version__ and not _updating():
+        pytest.skip(f"recorded with Triton {known.get(VERSION)}, this is {triton.__version__}")
+    known[VERSION] = triton.__version__
     yield known
     if _updating():
         RESOURCES.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
@@ -38,7 +45,7 @@ def case(
     request: pytest.FixtureRequest, compiled: dict[tuple[int, str], MachineCode]
 ) -> tuple[Shipped, MachineCode, int]:
     architecture, name = request.param
-    return shipped(architecture)[name], compiled[request.param], architecture
+    return SHIPPED[architecture][name], compiled[request.param], architecture
 
 
 def test_nothing_is_spilled(case: tuple[Shipped, MachineCode, int]) -> None:
@@ -84,12 +91,24 @@ def test_subnormals_are_kept(case: tuple[Shipped, MachineCode, int]) -> None:
     assert ".ftz" not in code.ptx
 
 
+def test_programs_that_share_a_multiprocessor_fit(case: tuple[Shipped, MachineCode, int]) -> None:
+    """Persistent kernels start as many programs as their configuration says that a multiprocessor holds."""
+    promise, code, _ = case
+    assert code.resident >= promise.resident
+
+
 def test_resources_are_as_recorded(
     case: tuple[Shipped, MachineCode, int], request: pytest.FixtureRequest, recorded: dict[str, Any]
 ) -> None:
     _, code, _ = case
     name = request.node.callspec.id
-    found = {"registers": code.registers, "shared": code.shared, "warps": code.warps}
+    found = {
+        "registers": code.registers,
+        "shared": code.shared,
+        "warps": code.warps,
+        "barriers": code.count("BAR.SYNC"),
+        "loads": code.count("LDG"),
+    }
     if _updating():
         recorded[name] = found
     assert recorded.get(name) == found, (
@@ -98,7 +117,7 @@ def test_resources_are_as_recorded(
 
 
 def test_no_recorded_kernel_is_gone(recorded: dict[str, Any]) -> None:
-    names = {f"{ARCHITECTURES[architecture]}-{name}" for architecture, name in CASES}
+    names = {f"{ARCHITECTURES[architecture]}-{name}" for architecture, name in CASES} | {VERSION}
     if _updating():
         for gone in set(recorded) - names:
             del recorded[gone]

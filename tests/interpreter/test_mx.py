@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fp8_safeguard.kernels.triton_mx import quantize_mx
+from fp8_safeguard.kernels.triton_mx import MxTensor, quantize_mx
 from fp8_safeguard.monitor import formats
 
 
@@ -66,3 +66,18 @@ def test_any_shape(shape: Any, generator: torch.Generator) -> None:
     if x.numel():
         bound = 2.0**-4 * x.abs() + 2.0**-9 * x.abs().amax(-1, keepdim=True)
         assert ((got.dequantize() - x).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_b29_a_nan_anywhere_in_a_block_leaves_its_scale(dtype: torch.dtype) -> None:
+    x = torch.ones(32, 32, dtype=dtype)
+    x.fill_diagonal_(torch.nan)
+    got = quantize_mx(x)
+    assert torch.equal(torch.isnan(got.dequantize()), torch.eye(32, dtype=torch.bool))
+    assert (got.scale == 127 - 8).all()
+
+
+def test_b46_the_outermost_scale_bytes_are_powers_of_two() -> None:
+    codes = torch.ones(1, 64).to(torch.float8_e4m3fn)
+    wide = MxTensor(codes, torch.tensor([[0, 254]], dtype=torch.uint8)).dequantize()
+    assert wide[0, [0, 31, 32, 63]].tolist() == [2.0**-127, 2.0**-127, 2.0**127, 2.0**127]

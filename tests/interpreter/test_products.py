@@ -1,6 +1,5 @@
 """FP8 GEMMs in Triton, dense and grouped, against float64 products."""
 
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -9,7 +8,6 @@ import torch
 
 from fp8_safeguard.kernels import OffsetsError, OperandError, QuantizedTensor, quantize
 from fp8_safeguard.kernels.triton_config import HOPPER, gemm_config
-from fp8_safeguard.kernels.triton_fused import quantize_layouts
 from fp8_safeguard.kernels.triton_products import (
     fp8_gemm_nt,
     fp8_gemm_wgrad,
@@ -18,33 +16,7 @@ from fp8_safeguard.kernels.triton_products import (
     turned,
 )
 
-TOLERANCE = 1e-6
-"""Of sum |a||b|, float32 output: a few float32 roundings (6e-8) in chains of 128 products."""
-
-
-def assert_close(got: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """got is a @ b.T within TOLERANCE x sum |a||b|, operands float64."""
-    bound = TOLERANCE * (a.abs() @ b.abs().mT)
-    assert ((got.double() - a @ b.mT).abs() <= bound).all()
-
-
-def operands(m: int, n: int, k: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Wide-range operands: every block has its own magnitude."""
-    a = torch.randn(m, k, generator=generator) * torch.exp(torch.randn(m, 1, generator=generator))
-    b = torch.randn(n, k, generator=generator) * torch.exp(torch.randn(1, k, generator=generator))
-    return a, b
-
-
-def columns(x: torch.Tensor, offsets: torch.Tensor | None = None, k_major: bool = True) -> QuantizedTensor:
-    """`col` codes, stored transposed if wanted (quantize_layouts itself does so for aligned experts only)."""
-    block = quantize_layouts(x, row=False, blocks="col", offsets=offsets, k_major=k_major).block
-    assert block is not None
-    if not k_major or x.shape[0] == 0:
-        return block
-    store = torch.zeros(x.shape[1], -(-x.shape[0] // 16) * 16, dtype=torch.uint8)
-    store[:, : x.shape[0]] = block.data.view(torch.uint8).t()
-    turned_data = store[:, : x.shape[0]].t().view(block.data.dtype)
-    return QuantizedTensor(turned_data, block.scale, "col", block.fmt, block.offsets)
+from .product_checks import assert_close, columns, offsets_of, operands
 
 
 @pytest.mark.parametrize("scale", ["fp32", "pow2"])
@@ -67,8 +39,8 @@ def test_both_loads_give_the_same_bits(generator: torch.Generator) -> None:
     """Through the tensor memory accelerator, or by pointers."""
     a, b = operands(200, 272, 400, generator)
     qa, qb = quantize(a), quantize(b, layout="tile")
-    tma = gemm_config(HOPPER, 200, scales="tile", tma=True)
-    assert torch.equal(fp8_gemm_nt(qa, qb, config=tma), fp8_gemm_nt(qa, qb, config=replace(tma, tma=False)))
+    pointer = gemm_config(HOPPER, 200, scales="tile", tma=False)
+    assert torch.equal(fp8_gemm_nt(qa, qb), fp8_gemm_nt(qa, qb, config=pointer))
 
 
 def test_the_fused_transpose_needs_no_copy(generator: torch.Generator) -> None:
@@ -130,10 +102,6 @@ def test_nan_spoils_its_row_only(generator: torch.Generator) -> None:
 
 COUNTS = [0, 130, 1, 0, 150, 77, 0]
 ALIGNED = [0, 144, 16, 0, 128, 80, 0]
-
-
-def offsets_of(counts: list[int]) -> torch.Tensor:
-    return torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32)
 
 
 @pytest.mark.parametrize("layout", ["row", "tile"])
@@ -227,75 +195,3 @@ def test_mistakes_are_explained(generator: torch.Generator) -> None:
         grouped_gemm_nt(row, experts, offsets_of([8]))
     with pytest.raises(OperandError, match="both with offsets"):
         grouped_gemm_wgrad(columns(x, offsets_of([8])), col, offsets_of([8]))
-
-
-# Field reports
-
-
-def test_b35_experts_keep_their_weights_apart() -> None:
-    w = torch.stack([torch.full((192, 128), 1.0), torch.full((192, 128), 1000.0)])
-    got = grouped_gemm_nt(quantize(torch.ones(4, 128)), quantize(w, layout="tile"), offsets_of([2, 2]))
-    assert torch.allclose(got[:2], torch.tensor(128.0), rtol=1e-6)
-    assert torch.allclose(got[2:], torch.tensor(128000.0), rtol=1e-6)
-
-
-@pytest.mark.parametrize("counts", [[64, 64, 64, 64], [192, 192], [384, 64, 64]])
-def test_b36_scales_of_small_segments_do_not_overlap(counts: list[int], generator: torch.Generator) -> None:
-    offsets = offsets_of(counts)
-    dy, x = (
-        torch.randn(sum(counts), 16, generator=generator),
-        torch.randn(sum(counts), 32, generator=generator),
-    )
-    got = grouped_gemm_wgrad(columns(dy, offsets), columns(x, offsets), offsets, aligned=True)
-    for expert, (start, end) in enumerate(pairwise(offsets.tolist())):
-        alone = fp8_gemm_wgrad(columns(dy[start:end]), columns(x[start:end]))
-        assert torch.equal(got[expert], alone)
-
-
-def test_b37_any_number_of_tokens_an_expert(generator: torch.Generator) -> None:
-    counts = [0, 1, 31, 32, 33, 200]
-    dy, x = torch.randn(297, 16, generator=generator), torch.randn(297, 16, generator=generator)
-    offsets = offsets_of(counts)
-    got = grouped_gemm_wgrad(columns(dy, offsets), columns(x, offsets), offsets)
-    for expert, (start, end) in enumerate(pairwise(offsets.tolist())):
-        wide_dy, wide_x = (quantize(t[start:end], layout="col").dequantize(torch.float64) for t in (dy, x))
-        assert_close(got[expert], wide_dy.t(), wide_x.t())
-
-
-def test_b39_all_experts_empty(generator: torch.Generator) -> None:
-    none = torch.zeros(4, dtype=torch.int32)
-    b = quantize(torch.randn(3, 8, 16, generator=generator), layout="tile")
-    assert grouped_gemm_nt(quantize(torch.empty(0, 16)), b, none).shape == (0, 8)
-    assert torch.equal(grouped_gemm_nt(quantize(torch.ones(2, 16)), b, none), torch.zeros(2, 8))
-    for rows in (0, 5):
-        dy, x = quantize(torch.ones(rows, 8), layout="col"), quantize(torch.ones(rows, 16), layout="col")
-        assert torch.equal(grouped_gemm_wgrad(dy, x, none), torch.zeros(3, 8, 16))
-
-
-def test_b40_a_zero_column_and_its_filler_scale_do_not_count(generator: torch.Generator) -> None:
-    counts = [256, 128, 128, 256]
-    offsets = offsets_of(counts)
-    dy, x = torch.randn(768, 80, generator=generator), torch.randn(768, 32, generator=generator)
-    x[256:384, 7] = 0.0
-    qdy, qx = columns(dy, offsets), columns(x, offsets)
-    results = []
-    for filler in (1e-30, 1e-12, 1.0, 1.0):
-        scale = qx.scale.clone()
-        scale[2, 7] = filler
-        operand = QuantizedTensor(qx.data, scale, "col", "e4m3", offsets)
-        results.append(grouped_gemm_wgrad(qdy, operand, offsets, aligned=True))
-    assert all(torch.equal(result, results[0]) for result in results)
-    assert_close(
-        results[0][1], qdy.dequantize(torch.float64)[256:384].t(), qx.dequantize(torch.float64)[256:384].t()
-    )
-
-
-def test_b41_counts_are_those_of_the_offsets_not_of_the_buffer(generator: torch.Generator) -> None:
-    """Three experts with 3, 0 and 5 of 8 tokens in a receive buffer of 12 aligned rows."""
-    a = torch.randn(12, 32, generator=generator)
-    b = quantize(torch.randn(3, 16, 32, generator=generator), layout="tile")
-    got = grouped_gemm_nt(quantize(a), b, offsets_of([3, 0, 5]))
-    wide, weight = quantize(a).dequantize(torch.float64), b.dequantize(torch.float64)
-    assert_close(got[:3], wide[:3], weight[0])
-    assert_close(got[3:8], wide[3:8], weight[2])
-    assert torch.equal(got[8:], torch.zeros(4, 16))
