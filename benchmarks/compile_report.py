@@ -13,9 +13,26 @@ sys.path.insert(0, str(Path(__file__).parent))  # the safe path setting leaves i
 from harness import commit, machine
 
 from fp8_safeguard.kernels.triton_compile import ARCHITECTURES, SHARED_LIMIT, MachineCode, compile_shipped
-from fp8_safeguard.kernels.triton_shipped import shipped
+from fp8_safeguard.kernels.triton_config import PRODUCTS_PER_CLOCK, gemm_config, predict
+from fp8_safeguard.kernels.triton_shipped import Shipped, shipped
 
-QUICK = ("quantize_row_col_bf16", "gemm_nt_tma")
+QUICK = ("quantize_row_col_bf16", "gemm_nt_tma_128x128")
+PROCESSORS = {90: 132, 100: 148}
+"""Multiprocessors of an H100 or H200, and of a B200."""
+DENSE_M = (4096, 8192)
+DENSE_NK = (
+    (24576, 1536),
+    (7168, 16384),
+    (7168, 2048),
+    (4096, 7168),
+    (2112, 7168),
+    (18432, 7168),
+    (8192, 8192),
+    (18432, 8192),
+)
+LANES = 128
+"""Instructions of a thread that a multiprocessor issues in a clock."""
+TILE_COLUMNS = 128
 SHOWN = {
     "QGMMA": "tensor core",
     "UTCQMMA": "tensor core",
@@ -27,8 +44,11 @@ COLUMNS = (
     "warps",
     "registers",
     "shared",
+    "programs",
     "spills",
     "instructions",
+    "an element",
+    "bytes a thread",
     "tensor core",
     "saturating",
     "TMA loads",
@@ -51,23 +71,64 @@ def main(arguments: Sequence[str] | None = None) -> None:
     compiled = compile_shipped(cases, options.processes)
     for architecture in ARCHITECTURES:
         print_table(architecture, {name: code for (of, name), code in compiled.items() if of == architecture})
+        print_predictions(architecture)
     if options.json is not None:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(report(compiled), indent=2) + "\n")
 
 
-def row_of(name: str, code: MachineCode) -> list[str]:
+def row_of(name: str, code: MachineCode, promise: Shipped) -> list[str]:
     """A kernel's line of the table."""
     counts = dict.fromkeys(SHOWN.values(), 0)
     for prefix, column in SHOWN.items():
         counts[column] += code.count(prefix)
-    numbers = (code.warps, code.registers, code.shared, code.spills, sum(code.opcodes.values()))
-    return [name, *map(str, numbers), *map(str, counts.values())]
+    numbers = (
+        code.warps,
+        code.registers,
+        code.shared,
+        code.resident,
+        code.spills,
+        sum(code.opcodes.values()),
+    )
+    each = per_element(code, promise)
+    quantiser = [f"{each:.1f}", str(code.bytes_loaded)] if each else ["", ""]
+    return [name, *map(str, numbers), *quantiser, *map(str, counts.values())]
+
+
+def per_element(code: MachineCode, promise: Shipped) -> float | None:
+    """A quantiser's instructions of a thread for an element of its tile, if it runs through all of them once.
+
+    It is bound by them, not by memory, where they exceed LANES over the elements that memory delivers in a clock: at
+    4.8 TB/s and 1.98 GHz (H200) 18.4 bytes a multiprocessor, thus 28 for 4 bytes an element (bf16 to codes in two
+    layouts). What is not executed counts too, so this is an upper bound.
+    """
+    rows = promise.launch.arguments.get("TILE")
+    if not promise.saturating or rows is None or "CHUNK" in promise.launch.arguments:
+        return None
+    return float(sum(code.opcodes.values()) * 32 * code.warps / (rows * TILE_COLUMNS))
+
+
+def print_predictions(architecture: int) -> None:
+    """What the configuration table makes of the dense shapes, before any measurement: an upper bound of the peak."""
+    processors = PROCESSORS[architecture]
+    print(f"  predicted for fprop on {processors} multiprocessors (the GPU check measures)")
+    for m in DENSE_M:
+        for n, k in DENSE_NK:
+            config = gemm_config(architecture, m, n, scales="tile", tma=True, processors=processors)
+            found = predict(architecture, config, m, n, processors)
+            clocks = found.clocks * k / TILE_COLUMNS
+            print(
+                f"    M {m:5} N {n:5} K {k:5}  {config.block_m}x{config.block_n:<3}  {found.blocks:5} blocks  "
+                f"{found.waves:6.2f} waves  {100 * found.busy:3.0f} % busy  {found.bound:11}  "
+                f"at most {100 * found.peak:3.0f} % of peak  {clocks / 1e6:6.3f} M clocks"
+            )
+    print(f"    peak: {PRODUCTS_PER_CLOCK[architecture]} multiply-adds a clock and multiprocessor")
 
 
 def print_table(architecture: int, compiled: dict[str, MachineCode]) -> None:
     """The kernels of one architecture."""
-    rows = [list(COLUMNS), *(row_of(name, code) for name, code in compiled.items())]
+    known = shipped(architecture)
+    rows = [list(COLUMNS), *(row_of(name, code, known[name]) for name, code in compiled.items())]
     widths = [max(len(row[index]) for row in rows) for index in range(len(COLUMNS))]
     print(
         f"{ARCHITECTURES[architecture]} (at most 255 registers a thread, {SHARED_LIMIT} bytes of shared memory)"
