@@ -46,9 +46,10 @@ check: setup  ## Lint, types, import contracts, docs
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -q tests/docs
 
-readme: setup  ## Bring the README's generated parts up to date
+readme: setup  ## Bring the generated parts of README and docs up to date
 	$(BIN)/python docs/readme.py
 	$(BIN)/python docs/commands.py
+	$(BIN)/python benchmarks/gpu/floors.py
 
 screenshots: setup  ## Take the pictures of the pages in docs/images again
 	$(BIN)/python docs/screenshots.py
