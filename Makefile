@@ -6,10 +6,10 @@ STAMP := $(VENV)/.installed
 export PYTHONSAFEPATH := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-kernels test-all check readme screenshots fmt clean
+.PHONY: help setup demo serve test test-kernels test-triton36 test-all check readme screenshots fmt clean
 
 help:  ## Show this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-15s %s\n", $$1, $$2}'
 
 setup: $(STAMP)  ## Make .venv with everything the project needs
 
@@ -36,6 +36,9 @@ test: setup  ## Run all tests
 test-kernels: setup  ## Run the Triton kernels' suites: interpreter, then compilation (about ten minutes)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/interpreter
 	FP8_SAFEGUARD_COMPILE=1 $(BIN)/python -m pytest -q tests/compile
+
+test-triton36: setup  ## Compile the Triton kernels with Triton 3.6 too, in an environment of its own (four minutes)
+	$(BIN)/python tests/compile/other_triton.py 3.6.0
 
 test-all: test test-kernels  ## Run all tests, the slower suites too
 
