@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))  # the safe path setting leaves it out
-from harness import commit, machine
+from harness import commit, machine, require_writable
 
-from fp8_safeguard.kernels.triton_compile import ARCHITECTURES, SHARED_LIMIT, MachineCode, compile_shipped
-from fp8_safeguard.kernels.triton_config import PRODUCTS_PER_CLOCK, gemm_config, predict
-from fp8_safeguard.kernels.triton_shipped import Shipped, shipped
+try:
+    from fp8_safeguard.kernels.triton_compile import ARCHITECTURES, SHARED_LIMIT, MachineCode, compile_shipped
+    from fp8_safeguard.kernels.triton_config import PRODUCTS_PER_CLOCK, gemm_config, predict
+    from fp8_safeguard.kernels.triton_shipped import Shipped, shipped
+except ModuleNotFoundError as missing:
+    sys.exit(f"{missing.name} cannot be imported: install fp8-safeguard[train], which brings Triton")
 
 QUICK = ("quantize_row_col_bf16", "gemm_nt_tma_128x128")
 PROCESSORS = {90: 132, 100: 148}
@@ -62,6 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help=f"only {' and '.join(QUICK)}")
     parser.add_argument("--processes", type=int, default=2, help="compilers at a time (default 2)")
     options = parser.parse_args(arguments)
+    require_writable(parser, options.json)
     cases = [
         (architecture, name)
         for architecture in ARCHITECTURES
@@ -73,7 +77,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print_table(architecture, {name: code for (of, name), code in compiled.items() if of == architecture})
         print_predictions(architecture)
     if options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(report(compiled), indent=2) + "\n")
 
 

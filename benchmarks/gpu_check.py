@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import atexit
+import importlib.util
 import json
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -14,6 +17,7 @@ from types import FrameType
 
 HERE = Path(__file__).resolve().parent
 BUDGET_SECONDS = 280.0
+PACKAGES = ("torch", "triton", "numpy")
 
 
 def find_package() -> str:
@@ -22,6 +26,7 @@ def find_package() -> str:
     if (links / "fp8_safeguard" / "kernels").is_dir():
         return str(links)
     made = Path(tempfile.mkdtemp(prefix="fp8-safeguard-"))
+    atexit.register(shutil.rmtree, made, ignore_errors=True)
     (made / "fp8_safeguard").symlink_to(HERE.parent, target_is_directory=True)
     return str(made)
 
@@ -29,25 +34,29 @@ def find_package() -> str:
 sys.path[:0] = [str(HERE), find_package()]  # nothing is installed where this runs
 
 from gpu.report import Report  # noqa: E402
+from harness import require_writable  # noqa: E402
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 1 if a correctness case failed, 2 if there is no GPU to run on."""
-    options = parser().parse_args(arguments)
+    """Exit status: 1 if a correctness case failed, 2 if it cannot run: no GPU, no Triton, options that do not fit."""
+    made = parser()
+    options = made.parse_args(arguments)
     if options.worker:
         from gpu.worker import serve
 
         serve(json.loads(options.worker))
         return 0
+    require_runnable(made, options)
     if options.interpret:
         os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are decorated: before the cases are imported
     from gpu.catalogue import cases
 
-    wanted = [
-        case
-        for case in cases(tune=options.tune)
-        if not options.only or any(part in case.name for part in options.only)
-    ]
+    known = [case for case in cases(tune=options.tune) if case.interpreted or not options.interpret]
+    for part in options.only:
+        if not any(part in case.name for case in known):
+            among = "the interpreter runs no case with" if options.interpret else "no case has"
+            made.error(f"--only {part}: {among} that in its name; --dry-run lists the names")
+    wanted = [case for case in known if not options.only or any(part in case.name for part in options.only)]
     if options.dry_run:
         from gpu.dry_run import examine
 
@@ -58,9 +67,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    if options.interpret:
-        wanted = [case for case in wanted if case.interpreted]
     return supervise(wanted, options)
+
+
+def require_runnable(made: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """End with status 2 where a package is missing, options contradict each other or the result cannot be kept."""
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        made.error(
+            f"{', '.join(missing)} cannot be imported: install {', '.join(PACKAGES)}, nothing else is needed"
+        )
+    if options.compile and not options.dry_run:
+        made.error("--compile compiles what --dry-run plans: add --dry-run")
+    if options.dry_run and (options.interpret or options.json):
+        made.error("--dry-run runs nothing and has no result: leave --interpret and --json out")
+    if options.budget <= 0:
+        made.error(f"--budget {options.budget:g}: name the seconds that the run may take")
+    require_writable(made, options.json)
 
 
 def supervise(wanted: Sequence[object], options: argparse.Namespace) -> int:
@@ -123,7 +146,11 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--budget", type=float, default=BUDGET_SECONDS, metavar="SECONDS", help="default %(default)g"
     )
-    made.add_argument("--tune", action="store_true", help="try other GEMM configurations instead of checking")
+    made.add_argument(
+        "--tune",
+        action="store_true",
+        help="try other GEMM configurations instead of checking; all of them take --budget 600",
+    )
     made.add_argument("--dry-run", action="store_true", help="print and check every case; needs no GPU")
     made.add_argument(
         "--compile", action="store_true", help="with --dry-run: compile every launch for sm_90a too"

@@ -8,6 +8,7 @@ import platform
 import random
 import statistics
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -51,11 +52,25 @@ def main(
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
     parser.add_argument("--quick", action="store_true", help="fewer pairs and small cases")
     options = parser.parse_args(arguments)
+    require_writable(parser, options.json)
     report = run(benchmark, cases(options.quick), pairs=15 if options.quick else 60)
     print_table(report)
     if options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+def require_writable(parser: argparse.ArgumentParser, file: Path | None) -> None:
+    """Make the folder of a result, or end with status 2: now, not after minutes of measuring."""
+    if file is None:
+        return
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=file.parent):
+            pass
+        if file.exists():
+            file.open("a").close()
+    except OSError as error:
+        parser.error(f"--json {file} cannot be written ({error.strerror}): name a file in a folder of yours")
 
 
 def run(benchmark: str, cases: Sequence[Case], *, pairs: int) -> dict[str, Any]:

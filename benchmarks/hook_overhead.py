@@ -143,6 +143,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
     parser.add_argument("--quick", action="store_true", help="fewer pairs")
     options = parser.parse_args()
+    harness.require_writable(parser, options.json)
     torch.set_num_threads(1)
     logging.getLogger("fp8_safeguard").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as spool:
@@ -156,7 +157,6 @@ def main() -> None:
     for row in report["rows"]:
         print(f"  {row['case']:<48} {row['accounted_ms_per_step']:9.3f} ms a step inside our code")
     if options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(report, indent=2) + "\n")
 
 

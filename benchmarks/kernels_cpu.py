@@ -14,7 +14,7 @@ import harness
 import torch
 from torch import Tensor
 
-from fp8_safeguard.kernels import dispatch, fp8_gemm_nt, fp8_linear, quantize, tensor_stats
+from fp8_safeguard.kernels import dispatch, fp8_gemm_nt, fp8_linear, native, quantize, tensor_stats
 from fp8_safeguard.kernels.layouts import quantize_layouts
 
 QUANTIZE_GOALS = {"native": 4.0, "numba": 12.0}
@@ -33,13 +33,32 @@ def cases(quick: bool) -> Sequence[harness.Case]:
     generator = torch.Generator().manual_seed(0)
     size = 2048 if quick else 4096
     x_RC = torch.randn(size, size, generator=generator).bfloat16()
-    found = [quantize_case(x_RC, name) for name in dispatch.BACKENDS]
-    found += [stats_case(x_RC, name) for name in dispatch.BACKENDS]
+    quantising = working("quantising", {name: not_quantising(name) for name in dispatch.BACKENDS})
+    found = [quantize_case(x_RC, name) for name in quantising]
+    found += [stats_case(x_RC, name) for name in quantising]
+    products = working("products", {name: dispatch.unavailable(name, "cpu") for name in dispatch.BACKENDS})
     for rows, name in ((1024, ""), (4096, "_4096x1024x1024")):
         a_MK, b_NK = (torch.randn(n, 1024, generator=generator).bfloat16() for n in (rows, 1024))
-        found += [gemm_case(f"gemm_vs_bf16_mm{name}", a_MK, b_NK, backend) for backend in dispatch.BACKENDS]
+        found += [gemm_case(f"gemm_vs_bf16_mm{name}", a_MK, b_NK, backend) for backend in products]
     found.append(linear_case(a_MK, b_NK))
     return found
+
+
+def not_quantising(backend: str) -> str:
+    """Why a backend cannot quantise here; empty if it can."""
+    if backend == "native" and native.library() is None:
+        return "the native kernels were not built; install with a C++ compiler"
+    if backend == "numba" and not dispatch.numba_installed():
+        return "numba is not installed; install fp8-safeguard[train]"
+    return ""
+
+
+def working(what: str, missing: dict[str, str]) -> list[str]:
+    """The backends that nothing is missing of; which are left out is said."""
+    for backend, reason in missing.items():
+        if reason:
+            print(f"{what} with {backend!r} left out: {reason}", file=sys.stderr)
+    return [backend for backend, reason in missing.items() if not reason]
 
 
 def named(case: str, backend: str) -> str:

@@ -6,7 +6,7 @@ from fp8_safeguard.kernels.errors import KernelError, OffsetsError, OperandError
 from fp8_safeguard.kernels.gemm import fp8_gemm_nt
 from fp8_safeguard.kernels.grouped import grouped_gemm_nt, grouped_gemm_wgrad
 from fp8_safeguard.kernels.layers import Fp8GroupedLinear, Fp8Linear
-from fp8_safeguard.kernels.layouts import Layouts, quantize_layouts
+from fp8_safeguard.kernels.layouts import Layouts, quantize_layouts, reblock
 from fp8_safeguard.kernels.linear import fp8_grouped_linear, fp8_linear
 from fp8_safeguard.kernels.logfmt import LogFmt8, logfmt8_encode
 from fp8_safeguard.kernels.moe import FastMoEFunction, QKNorm, fast_moe
@@ -53,6 +53,7 @@ __all__ = [
     "quantize",
     "quantize_layouts",
     "quantize_mx",
+    "reblock",
     "round_trip",
     "tensor_stats",
     "use_gemm_backend",

@@ -110,8 +110,9 @@ def gemm_choice(
 ) -> GemmChoice:
     """Whether a layer's GEMM is faster in FP8 or in BF16; m tokens, n output and k input features, of all experts.
 
-    What gpu_check measured decides where it measured a shape within a factor of two; otherwise a public figure does;
-    where there is none the answer is BF16.
+    For the backend `triton` what gpu_check measured decides where it measured a shape within a factor of two; otherwise
+    a public figure does; where there is none the answer is BF16. `architecture` is the compute capability as 90 or 100.
+    Raises UnknownOptionError for a GEMM that is none of GEMMS.
     """
     require_option("gemm", gemm, GEMMS)
     if backend not in DEVICE_BACKENDS:
@@ -139,7 +140,10 @@ def fast_precision(
     experts: int = 0,
     device: torch.device | str = "cuda",
 ) -> LinearPrecision:
-    """The precision with BF16 in the place of FP8 where FP8 is not faster; said once for a shape. BF16 stays BF16."""
+    """The precision with BF16 in the place of FP8 where FP8 is not faster there; BF16 stays BF16.
+
+    By gemm_choice, for the backend that multiplies on the device. What is replaced is logged, once for a shape.
+    """
     device = torch.device(device)
     backend, architecture = gemm_backend_of(device), _architecture(device)
     slower = {}

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
 
 from fp8_safeguard.kernels.errors import KernelError, UnknownOptionError
@@ -42,7 +43,7 @@ class CodeFormat:
         edge = self.limits.saturation_edge
         if not self.limits.edge_saturates:
             return edge
-        return float(torch.nextafter(torch.tensor(edge), torch.tensor(0.0)))
+        return float(np.nextafter(np.float32(edge), np.float32(0.0)))
 
 
 E4M3 = CodeFormat(limits=formats.E4M3, dtype=torch.float8_e4m3fn, mantissa_bits=3, min_exponent=-6, bias=7)
@@ -62,7 +63,8 @@ def require_multiplier(multiplier: float) -> None:
 
     Other values would round the scale a second time.
     """
-    if not (2.0**-126 <= multiplier <= 2.0**127 and math.frexp(multiplier)[0] == 0.5):
+    number = isinstance(multiplier, int | float)
+    if not (number and 2.0**-126 <= multiplier <= 2.0**127 and math.frexp(multiplier)[0] == 0.5):
         raise KernelError(
             f"multiplier={multiplier!r} is not a power of two between 2**-126 and 2**127: "
             "use for example 0.5, 1.0 (no change) or 2.0"

@@ -31,13 +31,13 @@ def quantize_rows(
     bits_RC, shift = bit_pattern(x_RC)
     segments, grid = np.array(bounds), grid_of(code_format, scale, multiplier)
     rows, columns = x_RC.shape
-    codes_RC = torch.empty((rows, columns), dtype=torch.uint8)
+    codes_RC = torch.empty((rows, columns), dtype=torch.uint8, device="cpu")
     if layout == "col":
-        scales = torch.empty((_row_blocks(bounds), columns), dtype=torch.float32)
+        scales = torch.empty((_row_blocks(bounds), columns), dtype=torch.float32, device="cpu")
         kernels.encode_columns(bits_RC, shift, segments, grid, scales.numpy(), codes_RC.numpy())
     else:
         row_blocks = rows if layout == "row" else _row_blocks(bounds)
-        scales = torch.empty((row_blocks, -(-columns // BLOCK)), dtype=torch.float32)
+        scales = torch.empty((row_blocks, -(-columns // BLOCK)), dtype=torch.float32, device="cpu")
         arrays = (scales.numpy(), codes_RC.numpy())
         kernels.encode_blocks(bits_RC, shift, segments, BLOCK_ROWS[layout], grid, *arrays)
     return codes_RC.view(code_format.dtype), scales
@@ -50,7 +50,7 @@ def round_trip_rows(
     kernels = compiled_module("numba_quantize")
     bits_RC, shift = bit_pattern(x_RC)
     segments, grid = np.array(bounds), grid_of(code_format, scale, multiplier)
-    out_RC = torch.empty(x_RC.shape, dtype=torch.float32)
+    out_RC = torch.empty(x_RC.shape, dtype=torch.float32, device="cpu")
     if layout == "col":
         kernels.round_trip_columns(bits_RC, shift, segments, grid, out_RC.numpy())
     else:
@@ -64,8 +64,9 @@ def measured_rows(
     """Codes [R,C], scales and the TensorStats vectors of the segments, float64 [S,29], from one read of x."""
     rows, columns = x_RC.shape
     row_blocks = rows if layout == "row" else _row_blocks(bounds)
-    scales = torch.empty((row_blocks, columns if layout == "col" else -(-columns // BLOCK)))
-    codes_RC = torch.empty((rows, columns), dtype=torch.uint8)
+    shape = (row_blocks, columns if layout == "col" else -(-columns // BLOCK))
+    scales = torch.empty(shape, dtype=torch.float32, device="cpu")
+    codes_RC = torch.empty((rows, columns), dtype=torch.uint8, device="cpu")
     out_S = _measured(x_RC, bounds, layout, grid_of(code_format, scale, multiplier), scales, codes_RC)
     return codes_RC.view(code_format.dtype), scales, out_S
 
@@ -87,7 +88,7 @@ def _measured(
 ) -> Tensor:
     """The statistics; codes and scales are filled in too unless None."""
     bits_RC, shift = bit_pattern(x_RC)
-    out_S = torch.zeros((len(bounds) - 1, VECTOR_LENGTH), dtype=torch.float64)
+    out_S = torch.zeros((len(bounds) - 1, VECTOR_LENGTH), dtype=torch.float64, device="cpu")
     found = [None if tensor is None else tensor.numpy() for tensor in (scales, codes_RC)]
     arrays = out_S.numpy(), *found
     if layout == "col":
@@ -102,8 +103,8 @@ def _measured(
 def bit_pattern(x_RC: Tensor) -> tuple[NDArray[Any], np.int32]:
     """x's memory as integers, and how far to shift them left for float32 bits."""
     if x_RC.dtype == torch.bfloat16:
-        return x_RC.contiguous().view(torch.uint16).numpy(), np.int32(16)
-    return x_RC.float().contiguous().view(torch.int32).numpy(), np.int32(0)
+        return x_RC.resolve_neg().contiguous().view(torch.uint16).numpy(), np.int32(16)
+    return x_RC.float().resolve_neg().contiguous().view(torch.int32).numpy(), np.int32(0)
 
 
 def _row_blocks(bounds: list[int]) -> int:

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from fp8_safeguard.kernels import library
+from fp8_safeguard.kernels.codes import BLOCK, get_format
 from fp8_safeguard.kernels.dispatch import DEVICE_BACKENDS, gemm_backend_of
 from fp8_safeguard.kernels.errors import OperandError
 from fp8_safeguard.kernels.lazy import compiled_module
 from fp8_safeguard.kernels.matmul import mm_exact
+from fp8_safeguard.kernels.operands import check_together
 from fp8_safeguard.kernels.quantized import QuantizedTensor
 
 SMALLEST_SCALE = 2.0**-110
@@ -44,10 +46,18 @@ def fp8_gemm_nt(
     require_operand("a", a, 2, ("row", "tile"))
     require_operand("b", b, 2, ("row", "tile"))
     require_same("K", "a", a.shape[1], "b", b.shape[1])
+    check_together(a=a.scale, b=b.scale)
+    for name, operand in (("a", a), ("b", b)):
+        if operand.offsets is not None:
+            raise OperandError(
+                f"{name} has tiles that start anew at each expert, which only grouped layouts know: quantise {name} "
+                "without offsets"
+            )
     chosen = gemm_backend_of(a.device, backend)
     result: Tensor
     if torch.compiler.is_compiling():
         return library.multiply(a, b, None, out_dtype, 1, chosen)
+    require_output(out_dtype)
     if chosen in DEVICE_BACKENDS:
         result = compiled_module(PRODUCTS[chosen]).fp8_gemm_nt(a, b, out_dtype)
     elif chosen != "reference":
@@ -76,6 +86,31 @@ def require_operand(name: str, operand: QuantizedTensor, dimensions: int, layout
         raise OperandError(
             f"{name} is a {operand.layout!r} tensor of shape {list(operand.shape)}: this GEMM takes {dimensions} "
             f"dimensions in layout {' or '.join(map(repr, layouts))}; quantise it that way"
+        )
+    _require_scales(name, operand)
+
+
+def require_output(out_dtype: torch.dtype) -> None:
+    """Raise OperandError unless a product can be written in that dtype."""
+    if not isinstance(out_dtype, torch.dtype) or not out_dtype.is_floating_point:
+        raise OperandError(f"out_dtype={out_dtype!r}: pass torch.float32 or torch.bfloat16")
+
+
+def _require_scales(name: str, operand: QuantizedTensor) -> None:
+    """Raise OperandError unless codes and scales are what the layout says: kernels read them without looking."""
+    data, scale, dtype = operand.data, operand.scale, get_format(operand.fmt).dtype
+    if data.dtype != dtype or scale.dtype != torch.float32:
+        raise OperandError(
+            f"{name} has {data.dtype} codes and {scale.dtype} scales: {operand.fmt} takes {dtype} and torch.float32"
+        )
+    rows = data.shape[-2] if operand.layout == "row" else -(-data.shape[-2] // BLOCK)
+    columns = data.shape[-1] if operand.layout == "col" else -(-data.shape[-1] // BLOCK)
+    # Blocks that start anew at each expert are as many as the offsets say.
+    fits = scale.dim() == data.dim() and scale.shape[-1] == columns and scale.device == data.device
+    if not fits or (operand.offsets is None and scale.shape[:-1] != (*data.shape[:-2], rows)):
+        raise OperandError(
+            f"{name} has codes {list(data.shape)} on {data.device} and scales {list(scale.shape)} on {scale.device}: "
+            f"layout {operand.layout!r} needs scales {[*data.shape[:-2], rows, columns]}; pass what quantize() returned"
         )
 
 

@@ -12,10 +12,16 @@ from torch import Tensor
 from fp8_safeguard.kernels import library
 from fp8_safeguard.kernels.dispatch import DEVICE_BACKENDS, gemm_backend_of
 from fp8_safeguard.kernels.errors import OffsetsError
-from fp8_safeguard.kernels.gemm import PRODUCTS, dequantized, require_operand, require_same
+from fp8_safeguard.kernels.gemm import (
+    PRODUCTS,
+    dequantized,
+    require_operand,
+    require_output,
+    require_same,
+)
 from fp8_safeguard.kernels.lazy import compiled_module
 from fp8_safeguard.kernels.matmul import mm_exact
-from fp8_safeguard.kernels.operands import offsets_list
+from fp8_safeguard.kernels.operands import check_together, offsets_list
 from fp8_safeguard.kernels.quantized import QuantizedTensor
 
 TMA_ALIGNMENT = 16
@@ -42,10 +48,12 @@ def grouped_gemm_nt(
     require_operand("a", a, 2, ("row",))
     require_operand("b", b, 3, ("row", "tile"))
     require_same("K", "a", a.shape[1], "b", b.shape[2])
+    check_together(a=a.scale, b=b.scale)
     chosen = gemm_backend_of(a.device, backend)
     result: Tensor
     if torch.compiler.is_compiling():
         return library.multiply(a, b, offsets, out_dtype, alignment, chosen)
+    require_output(out_dtype)
     if chosen in DEVICE_BACKENDS:
         return device_nt(chosen, a, b, offsets, out_dtype, alignment)
     bounds = expert_bounds(offsets, a.shape[0], b.shape[0], alignment)
@@ -74,10 +82,12 @@ def grouped_gemm_wgrad(
     require_operand("dy", dy, 2, ("col",))
     require_operand("x", x, 2, ("col",))
     require_same("M", "dy", dy.shape[0], "x", x.shape[0])
+    check_together(dy=dy.scale, x=x.scale)
     chosen = gemm_backend_of(x.device, backend)
     result: Tensor
     if torch.compiler.is_compiling():
         return library.multiply_wgrad(dy, x, offsets, out_dtype, alignment, chosen)
+    require_output(out_dtype)
     if chosen in DEVICE_BACKENDS:
         return device_wgrad(chosen, dy, x, offsets, out_dtype, alignment)
     bounds = expert_bounds(offsets, x.shape[0], offsets.numel() - 1, alignment)
@@ -111,6 +121,8 @@ def device_wgrad(
 def expert_bounds(offsets: Tensor, rows: int, experts: int, alignment: int = 1) -> list[int]:
     """offsets as integers, once they fit the rows, the experts and the promised alignment."""
     bounds = offsets_list(offsets, rows)
+    if alignment < 1:
+        raise OffsetsError(f"alignment={alignment} must be at least 1, which promises nothing")
     if len(bounds) != experts + 1:
         raise OffsetsError(
             f"{len(bounds)} offsets describe {len(bounds) - 1} experts, the weight has {experts}"

@@ -16,6 +16,7 @@ from fp8_safeguard.kernels.device import device_kernels
 from fp8_safeguard.kernels.dispatch import implementation
 from fp8_safeguard.kernels.errors import OperandError, require_option
 from fp8_safeguard.kernels.operands import as_rows, check_options, check_source, offsets_list
+from fp8_safeguard.kernels.quantize import quantize
 from fp8_safeguard.kernels.quantized import QuantizedTensor, scale_shape
 from fp8_safeguard.kernels.stats import merge_stats
 from fp8_safeguard.monitor.stats import VECTOR_LENGTH
@@ -54,7 +55,8 @@ def quantize_layouts(
     and are never measured. The block scales then have R // 128 + E + 1 rows, known without reading the offsets, the
     surplus ones 1. `aligned` promises that R and every offset are multiples of 16, as the padding routing map makes
     them: a device then stores `col` codes the way its matrix units read them. Offsets are checked on a CPU only: a
-    device does not wait to read them back.
+    device does not wait to read them back. Raises OperandError for a source or a wish that cannot be served,
+    UnknownOptionError for an option that does not exist, OffsetsError for offsets that do not fit.
     """
     code_format = check_options("row", fmt, scale, multiplier)
     require_option("blocks", blocks, BLOCK_LAYOUTS)
@@ -88,6 +90,27 @@ def quantize_layouts(
         found[layout] = QuantizedTensor(codes.reshape(x.shape), scales, layout, fmt, kept)
         vectors.append(vectors_S if offsets is not None else merge_stats(vectors_S))
     return Layouts(found.get("row"), found.get(blocks), torch.stack(vectors) if stats else None)
+
+
+def reblock(rows: QuantizedTensor) -> QuantizedTensor:
+    """`col` codes from `row` codes whose scales are powers of two, without the tensor they came from.
+
+    Equal to quantize(rows.dequantize(), layout="col", scale="pow2"): codes keep their significand and move to their new
+    scale's exponent, so nothing is rounded but what falls below the smallest normal of its new block. Any dimensions.
+    Raises OperandError for another layout, and on a CPU for scales that are no powers of two, where codes would be
+    rounded a second time; a device does not wait to look.
+    """
+    if rows.layout != "row":
+        raise OperandError(f"a {rows.layout!r} tensor cannot be re-blocked to 'col': pass a 'row' tensor")
+    device = device_kernels(rows.data)
+    if device is not None:
+        moved: QuantizedTensor = device.reblock(rows)
+        return moved
+    if rows.device.type == "cpu" and not bool((rows.scale.frexp().mantissa == 0.5).all()):
+        raise OperandError(
+            "re-blocking would round codes a second time: scales are no powers of two; quantise with scale='pow2'"
+        )
+    return quantize(rows.dequantize(), layout="col", fmt=rows.fmt, scale="pow2")
 
 
 Part = tuple[Tensor, Tensor, Tensor]

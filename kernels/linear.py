@@ -16,6 +16,7 @@ from fp8_safeguard.kernels.dispatch import DEVICE_BACKENDS, gemm_backend_of
 from fp8_safeguard.kernels.errors import OperandError
 from fp8_safeguard.kernels.grouped import expert_bounds, require_offsets
 from fp8_safeguard.kernels.observer import GemmObserver
+from fp8_safeguard.kernels.operands import check_together
 from fp8_safeguard.kernels.passes import Kept, LinearCall
 from fp8_safeguard.kernels.precision import LinearPrecision
 
@@ -41,6 +42,11 @@ def fp8_linear(
     """
     if w.dim() != 2 or x.dim() < 1 or x.shape[-1] != w.shape[1]:
         raise OperandError(f"x {list(x.shape)} does not fit w {list(w.shape)}: pass x [..., K] and w [N, K]")
+    check_together(x=x, w=w, bias=bias)
+    if bias is not None and bias.shape != w.shape[:1]:
+        raise OperandError(
+            f"bias {list(bias.shape)} does not fit w {list(w.shape)}: pass one number a feature [N]"
+        )
     # Not -1: with no features it could be anything.
     x_TK = x.reshape(math.prod(x.shape[:-1]), w.shape[1])
     chosen = gemm_backend_of(x.device, backend)
@@ -77,6 +83,7 @@ def fp8_grouped_linear(
         raise OperandError(
             f"x {list(x_TK.shape)} does not fit w {list(w_ENK.shape)}: pass x [T, K] and w [E, N, K]"
         )
+    check_together(x=x_TK, w=w_ENK)
     chosen, bounds = gemm_backend_of(x_TK.device, backend), None
     if torch.compiler.is_compiling():
         return library.linear(x_TK, w_ENK, None, offsets, precision, stats, alignment, chosen)

@@ -61,7 +61,7 @@ def logfmt8_encode(x: Tensor) -> LogFmt8:
     logarithms from its smallest non-zero to its largest magnitude, but over 32 binades at most. A value takes the
     code whose value is nearest to it in LINEAR space, the smaller magnitude where two are equally near. Zero of either
     sign is exact. NaN and +-Inf become the NaN code, decode to NaN, and do not count for the range. Everything is
-    computed in float64.
+    computed in float64. OperandError for a tensor that is not floating-point or has no dimension.
     """
     if not x.dtype.is_floating_point or x.dim() < 1:
         raise OperandError(

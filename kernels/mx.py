@@ -19,9 +19,8 @@ from fp8_safeguard.kernels.reference import SQNR_RATIO_EDGES, block_scales
 from fp8_safeguard.monitor.stats import HISTOGRAM_BINS
 
 MX_BLOCK = 32
-LEAST_SCALE = 2.0**-127
-"""E8M0's smallest. A float32 subnormal: its inverse, or a scale built by shifting an exponent, would be 0 or Inf."""
 EXPONENT_BIAS = 127
+"""Of E8M0, whose smallest scale, 2^-127, is a float32 subnormal: built by shifting an exponent it would be 0."""
 ROUNDINGS = ("up", "floor")
 
 
@@ -53,7 +52,8 @@ def quantize_mx(x: Tensor, *, fmt: str = "e4m3", rounding: str = "up") -> MxTens
     saturates. `floor` takes e = floor(log2(amax)) - emax, what the standard proposes (OCP Microscaling Formats v1.0,
     section 6.3): amax may saturate by up to an eighth. 2^-127 is the least scale, a block without finite non-zero
     elements has scale 1. NaN and Inf become the NaN code and do not count for the scale, as in `quantize`. On CUDA
-    Triton's kernel does the same for `up`.
+    Triton's kernel does the same for `up`. Raises OperandError for a tensor that is not floating-point or has no
+    dimension, UnknownOptionError for a format or rounding that does not exist.
     """
     code_format = get_format(fmt)
     require_option("rounding", rounding, ROUNDINGS)
@@ -95,21 +95,21 @@ def mx_stats(x: Tensor, *, fmt: str = "e4m3", rounding: str = "up") -> Tensor:
     xq_RC = q_RC * scale_RC
     error_RC = kept_RC - xq_RC
     columns = [
-        torch.tensor(x.numel()),
+        torch.tensor(x.numel(), device=x.device),
         zero.sum(),
         (zero & (kept_RC != 0)).sum(),
         ((kept_RC / scale_RC).abs() > code_format.last_kept).sum(),
         torch.isnan(x_RC).sum(),
         torch.isinf(x_RC).sum(),
-        torch.tensor(x_RC.shape[0] if x.numel() else 0),
+        torch.tensor(x_RC.shape[0] if x.numel() else 0, device=x.device),
         flushed.sum(),
-        kept_RC.abs().max() if x.numel() else torch.zeros(()),
+        kept_RC.abs().max() if x.numel() else kept_RC.new_zeros(()),
         kept_RC.square().sum(),
         xq_RC.square().sum(),
         error_RC.square().sum(),
         kept_RC.square().square().sum(),
     ]
-    vector = torch.stack([column.double().to(x.device) for column in columns])
+    vector = torch.stack([column.double() for column in columns])
     return torch.cat([vector, _histogram(kept_RC, error_RC)])
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fp8_safeguard.kernels.codes import BLOCK, CodeFormat
 from fp8_safeguard.kernels.compiled import grid_of
+from fp8_safeguard.kernels.errors import OperandError
 from fp8_safeguard.kernels.reference import SQNR_RATIO_EDGES
 from fp8_safeguard.monitor.stats import VECTOR_LENGTH
 
@@ -120,7 +121,9 @@ def layouts_of_rows(
         (
             call.want_output(layout, torch.uint8),
             call.want_scales(layout),
-            call.want_stats(layout) if stats else torch.zeros((0, VECTOR_LENGTH), dtype=torch.float64),
+            call.want_stats(layout)
+            if stats
+            else torch.zeros((0, VECTOR_LENGTH), dtype=torch.float64, device="cpu"),
         )
         for layout in layouts
     ]
@@ -148,6 +151,20 @@ def stats_of_rows(
     return stats_S
 
 
+def address(tensor: Tensor) -> int:
+    """Where a CPU tensor's memory begins. Raises OperandError for one that has none the library could read."""
+    try:
+        first = tensor.data_ptr() if tensor.device.type == "cpu" else 0
+    except RuntimeError:  # under torch.func
+        first = 0
+    if not first and tensor.numel():
+        raise OperandError(
+            f"a {type(tensor).__name__} of shape {list(tensor.shape)} on {tensor.device} has no memory on this CPU (a "
+            "meta, fake or torch.func tensor, or one of another device): pass all operands as CPU tensors"
+        )
+    return first
+
+
 class _Call:
     """One job and the tensors it points to, which have to outlive it."""
 
@@ -160,13 +177,14 @@ class _Call:
         multiplier: float,
         output: int,
     ) -> None:
-        self._x_RC = x_RC if x_RC.dtype == torch.bfloat16 else x_RC.float()
+        # The library reads memory: a negative bit (the imaginary part of a conjugate) has to be in it.
+        self._x_RC = (x_RC if x_RC.dtype == torch.bfloat16 else x_RC.float()).resolve_neg()
         if x_RC.shape[1] > 1 and self._x_RC.stride(1) != 1:
             self._x_RC = self._x_RC.contiguous()
         self._bounds = np.array(bounds, np.int64)
         self._kept: list[Tensor] = []
         self._job = _Job(
-            x=self._x_RC.data_ptr(),
+            x=address(self._x_RC),
             is_bfloat16=self._x_RC.dtype == torch.bfloat16,
             columns=x_RC.shape[1],
             stride=self._x_RC.stride(0),
@@ -180,20 +198,21 @@ class _Call:
 
     def want_output(self, layout: str, dtype: torch.dtype) -> Tensor:
         """Room for codes or values in this layout."""
-        return self._room(layout, "output", torch.empty(self._x_RC.shape, dtype=dtype))
+        return self._room(layout, "output", torch.empty(self._x_RC.shape, dtype=dtype, device="cpu"))
 
     def want_scales(self, layout: str) -> Tensor:
         """Room for the scales of this layout."""
         rows, columns = self._x_RC.shape
         if layout != "row":
             rows = sum(-(-int(end - start) // BLOCK) for start, end in pairwise(self._bounds))
-        return self._room(
-            layout, "scales", torch.empty((rows, columns if layout == "col" else -(-columns // BLOCK)))
-        )
+        shape = (rows, columns if layout == "col" else -(-columns // BLOCK))
+        # Said in full: the library writes what it was told, whatever torch's default dtype and device are.
+        return self._room(layout, "scales", torch.empty(shape, dtype=torch.float32, device="cpu"))
 
     def want_stats(self, layout: str) -> Tensor:
         """Room for the statistics of this layout."""
-        room = torch.zeros((len(self._bounds) - 1, VECTOR_LENGTH), dtype=torch.float64)
+        shape = (len(self._bounds) - 1, VECTOR_LENGTH)
+        room = torch.zeros(shape, dtype=torch.float64, device="cpu")
         return self._room(layout, "stats", room)
 
     def run(self) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fp8_safeguard.kernels import native
 from fp8_safeguard.kernels.codes import BLOCK
+from fp8_safeguard.kernels.errors import OffsetsError
 from fp8_safeguard.kernels.quantized import QuantizedTensor
 
 INSTRUCTION_SETS = (*native.INSTRUCTION_SETS, "AMX")
@@ -128,6 +129,8 @@ def grouped_wgrad(
     """
     experts, features = len(bounds) - 1, dy.shape[1]
     firsts, segments_S = _cuts(tuple(bounds), _offsets(dy), _offsets(x))
+    _require_blocks("dy", dy, segments_S[2::_FIELDS])
+    _require_blocks("x", x, segments_S[3::_FIELDS])
     groups = [(0, features, 0, expert, first, last) for expert, (first, last) in enumerate(pairwise(firsts))]
     result = _Result((experts, features, x.shape[1]), out_dtype, out)
     return result.multiplied(_operand(dy, summed=0), _operand(x, summed=0), groups, segments_S)
@@ -140,7 +143,8 @@ class _Result:
         self._out, self._dtype = out, dtype
         self.adds = out is not None and _is_written_to(out)
         narrow = out is None and dtype == torch.bfloat16
-        new = torch.empty(0 if self.adds else shape, dtype=torch.bfloat16 if narrow else torch.float32)
+        room_dtype = torch.bfloat16 if narrow else torch.float32
+        new = torch.empty(0 if self.adds else shape, dtype=room_dtype, device="cpu")
         self.room = out if out is not None and self.adds else new
 
     def multiplied(
@@ -183,12 +187,12 @@ def _operand(operand: QuantizedTensor, summed: int = 1) -> _Operand:
     row, k = (-1, -2) if summed == 0 else (-2, -1)
     experts = data.dim() > 2
     return _Operand(
-        codes=data.data_ptr(),
+        codes=native.address(data),
         row_stride=data.stride(row),
         k_stride=data.stride(k),
         expert_stride=data.stride(0) if experts else 0,
         is_e5m2=operand.fmt == "e5m2",
-        scales=scale.data_ptr(),
+        scales=native.address(scale),
         scale_row_stride=scale.stride(row),
         scale_k_stride=scale.stride(k),
         scale_expert_stride=scale.stride(0) if experts else 0,
@@ -230,6 +234,15 @@ def _cuts(
 def _offsets(operand: QuantizedTensor) -> tuple[int, ...]:
     """Rows where the blocks of a col tensor start anew, and its last."""
     return (0, operand.shape[0]) if operand.offsets is None else tuple(operand.offsets.tolist())
+
+
+def _require_blocks(name: str, operand: QuantizedTensor, blocks: array[int]) -> None:
+    """Raise OffsetsError unless the operand has scales of those row blocks, which rise."""
+    if blocks and not (blocks[0] >= 0 and blocks[-1] < operand.scale.shape[0]):
+        raise OffsetsError(
+            f"{name} has scales of {operand.scale.shape[0]} row blocks, its offsets need {blocks[-1] + 1}: pass the "
+            "tensor with the offsets that it was quantised with"
+        )
 
 
 def _block_starts(offsets: tuple[int, ...]) -> list[int]:

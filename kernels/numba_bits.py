@@ -138,12 +138,13 @@ def quotient(x: Any, s: Any, inverse: Any) -> Any:
 
 
 @exact
-def inverse_or_zero(s: Any) -> Any:
+def inverse_or_zero(s: Any, grid: Any) -> Any:
     """fl(1 / s) where `quotient` is exact for every x that does not round to zero, otherwise 0.
 
-    Its residuals must be normal numbers down to x = s / 2^17, below which E5M2 too has only zero.
+    Its residuals must be normal numbers down to x = s / 2^17, below which E5M2 too has only zero, and x / s, up to the
+    maximum over the multiplier, must be finite.
     """
-    inside = np.float32(2.0**-80) <= s <= np.float32(2.0**80)
+    inside = np.float32(2.0**-80) <= s <= np.float32(2.0**80) and grid[MULTIPLIER] >= 2.0**-100
     return np.float32(np.float32(1.0) / s) if inside else np.float32(0.0)
 
 

@@ -137,7 +137,7 @@ def scale_columns(bits_RC: Any, shift: Any, patch: Any, grid: Any, peaks: Any, s
     for column in range(right - left):
         peak = peaks_W[column]
         s = block_scale(peak, grid)
-        inverse = inverse_or_zero(s)
+        inverse = inverse_or_zero(s, grid)
         divide |= inverse == np.float32(0.0)
         scratch[SCALE, column], scratch[INVERSE, column] = s, inverse
         out[AMAX] = max(out[AMAX], np.float64(float_of(peak)))

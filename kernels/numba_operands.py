@@ -135,7 +135,7 @@ def _code_line(bits_W: Any, shift: Any, scales_b: Any, grid: Any, codes_W: Any) 
     quantum_shift, least_exponent = np.int32(grid[QUANTUM_SHIFT]), np.int32(grid[LEAST_EXPONENT])
     for block in range(len(scales_b)):
         first, s = block * 128, scales_b[block]
-        inverse = inverse_or_zero(s)
+        inverse = inverse_or_zero(s, grid)
         for column in range(min(128, len(bits_W) - first)):
             bits = widened(bits_W[first + column], shift)
             x = float_of(finite_or_zero(magnitude(bits_W[first + column], shift)))

@@ -37,10 +37,10 @@ def grouped_nt(a: QuantizedTensor, b: QuantizedTensor, bounds: list[int], out_dt
     codes = _padded(_bits(a.data), (rows + numba_amx.PANEL, depth_p))
     scale_bM = _padded(_by_row(a).t(), (depth_p // BLOCK, rows + numba_amx.PANEL))
     words = _padded(_bits(b.data), (experts, features_p, depth_p)).view(torch.int32)
-    pairs = torch.empty((experts, words.shape[2], features_p), dtype=torch.int32)
+    pairs = torch.empty((experts, words.shape[2], features_p), dtype=torch.int32, device="cpu")
     numba_operands.transposed(words.numpy(), pairs.numpy())
     scale_EbN = _padded(_by_row(b).mT, (experts, depth_p // BLOCK, features_p))
-    out_MN = torch.empty((rows, features))
+    out_MN = torch.empty((rows, features), dtype=torch.float32, device="cpu")
     out_MN[bounds[-1] :] = 0
     arrays = codes.numpy(), scale_bM.numpy(), pairs.numpy(), scale_EbN.numpy(), out_MN.numpy()
     numba_amx.grouped_nt(numba_amx.tile_configuration(), np.array(bounds), *arrays)
@@ -51,20 +51,26 @@ def grouped_wgrad(
     dy: QuantizedTensor, x: QuantizedTensor, bounds: list[int], out_dtype: torch.dtype
 ) -> Tensor:
     """dy [T,N] (col) transposed times x [T,K] (col): [E,N,K], zeros for an expert without rows."""
-    if not _takes(dy) or not _takes(x) or (dy.offsets is None) != (x.offsets is None):
+    if not (_takes(dy) and _takes(x) and _cut_alike(dy, x, bounds)):
         dy_TN, x_TK = dequantized(dy, x)
         return grouped_mm_wgrad(dy_TN, x_TK, bounds).to(out_dtype)
     blocks = np.cumsum([0, *(len(_cuts(start, end, dy)) for start, end in pairwise(bounds))])
     cuts = [cut for start, end in pairwise(bounds) for cut in _cuts(start, end, dy)]
     dy_codes, dy_scale = _blocked(dy, cuts)
     x_codes, x_scale = _blocked(x, cuts)
-    pairs = torch.empty((1, x_codes.shape[0] // 2, x_codes.shape[1]), dtype=torch.int32)
+    pairs = torch.empty((1, x_codes.shape[0] // 2, x_codes.shape[1]), dtype=torch.int32, device="cpu")
     numba_operands.pairs_of_rows(x_codes.numpy()[None], pairs.numpy())
     dy_turned = dy_codes.view(torch.int16).t().contiguous().view(torch.uint16)
-    out_ENK = torch.empty((len(bounds) - 1, dy.shape[1], x.shape[1]))
+    out_ENK = torch.empty((len(bounds) - 1, dy.shape[1], x.shape[1]), dtype=torch.float32, device="cpu")
     arrays = dy_turned.numpy(), dy_scale.numpy(), pairs[0].numpy(), x_scale.numpy(), out_ENK.numpy()
     numba_amx.grouped_tn(numba_amx.tile_configuration(), blocks, *arrays)
     return out_ENK.to(out_dtype)
+
+
+def _cut_alike(dy: QuantizedTensor, x: QuantizedTensor, bounds: list[int]) -> bool:
+    """Whether both operands' blocks start at the experts' first rows, or neither's do."""
+    starts = [None if operand.offsets is None else operand.offsets.tolist() for operand in (dy, x)]
+    return starts in ([None, None], [bounds, bounds])
 
 
 def _takes(operand: QuantizedTensor) -> bool:
@@ -86,7 +92,7 @@ def _bits(codes: Tensor) -> Tensor:
 
 def _padded(values: Tensor, shape: tuple[int, ...]) -> Tensor:
     """values in the corner of zeros of that shape; int16 becomes the uint16 of the compiled kernels."""
-    out = torch.zeros(shape, dtype=values.dtype)
+    out = torch.zeros(shape, dtype=values.dtype, device="cpu")
     out[tuple(slice(size) for size in values.shape)] = values
     return out.view(torch.uint16) if values.dtype == torch.int16 else out
 
@@ -110,8 +116,8 @@ def _cuts(start: int, end: int, operand: QuantizedTensor) -> list[tuple[int, int
 def _blocked(operand: QuantizedTensor, cuts: list[tuple[int, int, int]]) -> tuple[Tensor, Tensor]:
     """bfloat16 codes [128 blocks, C padded], each cut filled up with zero rows, and its scales [blocks, C padded]."""
     width = _whole(operand.shape[1])
-    codes = torch.zeros((len(cuts) * BLOCK, width), dtype=torch.int16)
-    scale = torch.zeros((len(cuts), width))
+    codes = torch.zeros((len(cuts) * BLOCK, width), dtype=torch.int16, device="cpu")
+    scale = torch.zeros((len(cuts), width), dtype=torch.float32, device="cpu")
     bits = _bits(operand.data)
     for index, (top, bottom, block) in enumerate(cuts):
         codes[index * BLOCK : index * BLOCK + bottom - top, : bits.shape[1]] = bits[top:bottom]

@@ -133,7 +133,7 @@ def scale_columns(
     divide = False
     for column in range(len(peaks_C)):
         scales_C[column] = block_scale(peaks_C[column], grid)
-        inverses_C[column] = inverse_or_zero(scales_C[column])
+        inverses_C[column] = inverse_or_zero(scales_C[column], grid)
         divide |= inverses_C[column] == np.float32(0.0)
     return divide
 
@@ -170,7 +170,7 @@ def _encode_line(bits_W: Any, shift: Any, scales_b: Any, grid: Any, codes_W: Any
     quantum_shift, least_exponent = np.int32(grid[QUANTUM_SHIFT]), np.int32(grid[LEAST_EXPONENT])
     for block in range(len(scales_b)):
         first, s = block * 128, scales_b[block]
-        inverse = inverse_or_zero(s)
+        inverse = inverse_or_zero(s, grid)
         for column in range(min(128, len(bits_W) - first)):
             bits = widened(bits_W[first + column], shift)
             x = float_of(finite_or_zero(magnitude(bits_W[first + column], shift)))
@@ -186,7 +186,7 @@ def _round_trip_line(bits_W: Any, shift: Any, scales_b: Any, grid: Any, out_W: A
     quantum_shift, least_exponent = np.int32(grid[QUANTUM_SHIFT]), np.int32(grid[LEAST_EXPONENT])
     for block in range(len(scales_b)):
         first, s = block * 128, scales_b[block]
-        inverse = inverse_or_zero(s)
+        inverse = inverse_or_zero(s, grid)
         for column in range(min(128, len(bits_W) - first)):
             bits = widened(bits_W[first + column], shift)
             x = float_of(finite_or_zero(magnitude(bits_W[first + column], shift)))

@@ -111,7 +111,7 @@ def _scale_blocks(bits_RC: Any, shift: Any, patch: Any, grid: Any, peaks: Any, s
         peak = peaks_b[block]
         out[AMAX] = max(out[AMAX], np.float64(float_of(peak)))
         s = block_scale(peak, grid)
-        scales[SCALE, block], scales[INVERSE, block] = s, inverse_or_zero(s)
+        scales[SCALE, block], scales[INVERSE, block] = s, inverse_or_zero(s, grid)
         # Where the block's largest value is kept all are, and nobody needs to look.
         if np.float32(float_of(peak) / s) > grid[LAST_KEPT]:
             first = left + block * 128

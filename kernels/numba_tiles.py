@@ -41,9 +41,13 @@ def weight(w_ENK: Tensor, operand: OperandFormat) -> Weight:
     """Quantise weights [E,N,K] in tiles."""
     experts, rows, columns = w_ENK.shape
     bits, shift = bit_pattern(w_ENK.reshape(experts * rows, columns))
-    codes = torch.zeros((experts, _whole(rows), _whole(columns)), dtype=torch.uint16)
-    scale_EkN = torch.empty((experts, codes.shape[2] // BLOCK, codes.shape[1]))
-    scale_EnK = torch.empty((experts, codes.shape[1] // BLOCK, codes.shape[2]))
+    codes = torch.zeros((experts, _whole(rows), _whole(columns)), dtype=torch.uint16, device="cpu")
+    scale_EkN = torch.empty(
+        (experts, codes.shape[2] // BLOCK, codes.shape[1]), dtype=torch.float32, device="cpu"
+    )
+    scale_EnK = torch.empty(
+        (experts, codes.shape[1] // BLOCK, codes.shape[2]), dtype=torch.float32, device="cpu"
+    )
     arrays = codes.numpy(), scale_EkN.numpy(), scale_EnK.numpy()
     _operands().codes_of_tiles(bits, shift, rows, _grid(operand), *arrays)
     return Weight(codes, scale_EkN, scale_EnK)
@@ -54,9 +58,9 @@ def fprop(
 ) -> Tensor:
     """Y = X W^T [T,N] in dtype, each expert's rows with its weight."""
     if not w.codes_ENK.numel():
-        return torch.zeros((x_TK.shape[0], features), dtype=dtype)
+        return torch.zeros((x_TK.shape[0], features), dtype=dtype, device="cpu")
     words = w.codes_ENK.view(torch.int32)
-    pairs = torch.empty((words.shape[0], words.shape[2], words.shape[1]), dtype=torch.int32)
+    pairs = torch.empty((words.shape[0], words.shape[2], words.shape[1]), dtype=torch.int32, device="cpu")
     _operands().transposed(words.numpy(), pairs.numpy())
     return _grouped_nt(x_TK, operand, pairs, w.scale_EkN, features, bounds, dtype)
 
@@ -71,9 +75,9 @@ def dgrad(
 ) -> Tensor:
     """dX = dY W [T,K] in dtype, each expert's rows with its weight."""
     if not w.codes_ENK.numel():
-        return torch.zeros((dy_TN.shape[0], features), dtype=dtype)
+        return torch.zeros((dy_TN.shape[0], features), dtype=dtype, device="cpu")
     experts, rows, columns = w.codes_ENK.shape
-    pairs = torch.empty((experts, rows // 2, columns), dtype=torch.int32)
+    pairs = torch.empty((experts, rows // 2, columns), dtype=torch.int32, device="cpu")
     _operands().pairs_of_rows(w.codes_ENK.numpy(), pairs.numpy())
     return _grouped_nt(dy_TN, operand, pairs, w.scale_EnK, features, bounds, dtype)
 
@@ -83,16 +87,18 @@ def wgrad(
 ) -> Tensor:
     """dW = dY^T X [E,N,K] in float32, zeros for an expert without rows."""
     if not (dy_TN.shape[1] and x_TK.shape[1]):
-        return torch.zeros((len(bounds) - 1, dy_TN.shape[1], x_TK.shape[1]))
+        return torch.zeros(
+            (len(bounds) - 1, dy_TN.shape[1], x_TK.shape[1]), dtype=torch.float32, device="cpu"
+        )
     blocks = np.zeros(len(bounds), np.int64)
     np.cumsum([-(-(end - start) // BLOCK) for start, end in pairwise(bounds)], out=blocks[1:])
     dy_pairs, dy_scale = _column_pairs(dy_TN, bounds, int(blocks[-1]), dy_operand)
     x_pairs, x_scale = _column_pairs(x_TK, bounds, int(blocks[-1]), x_operand)
     # A row of pairs along T, transposed, is a row of codes along T.
-    turned = torch.empty((1, dy_pairs.shape[1], dy_pairs.shape[0]), dtype=torch.int32)
+    turned = torch.empty((1, dy_pairs.shape[1], dy_pairs.shape[0]), dtype=torch.int32, device="cpu")
     _operands().transposed(dy_pairs.numpy()[None], turned.numpy())
     codes = turned[0].view(torch.uint16)
-    out_ENK = torch.empty((len(bounds) - 1, dy_TN.shape[1], x_TK.shape[1]))
+    out_ENK = torch.empty((len(bounds) - 1, dy_TN.shape[1], x_TK.shape[1]), dtype=torch.float32, device="cpu")
     amx = compiled_module("numba_amx")
     arrays = codes.numpy(), dy_scale.numpy(), x_pairs.numpy(), x_scale.numpy(), out_ENK.numpy()
     amx.grouped_tn(_configuration(), blocks, *arrays)
@@ -112,11 +118,12 @@ def _grouped_nt(
     rows, depth = a_MK.shape
     bits, shift = bit_pattern(a_MK)
     amx = compiled_module("numba_amx")
-    codes = torch.empty((rows + amx.PANEL, _whole(depth)), dtype=torch.uint16)
-    scale_bM = torch.empty((codes.shape[1] // BLOCK, rows + amx.PANEL))
+    codes = torch.empty((rows + amx.PANEL, _whole(depth)), dtype=torch.uint16, device="cpu")
+    scale_bM = torch.empty((codes.shape[1] // BLOCK, rows + amx.PANEL), dtype=torch.float32, device="cpu")
     _operands().codes_of_rows(bits, shift, _grid(operand), codes.numpy(), scale_bM.numpy())
     narrow = dtype == torch.bfloat16
-    out_MN = torch.empty((rows, features), dtype=torch.bfloat16 if narrow else torch.float32)
+    out_dtype = torch.bfloat16 if narrow else torch.float32
+    out_MN = torch.empty((rows, features), dtype=out_dtype, device="cpu")
     out_MN[bounds[-1] :] = 0
     out = out_MN.view(torch.uint16) if narrow else out_MN
     arrays = codes.numpy(), scale_bM.numpy(), pairs.numpy(), scales.numpy(), out.numpy()
@@ -130,8 +137,8 @@ def _column_pairs(
     """x quantised in columns: pairs [64 blocks, C padded] and scales [blocks, C padded]."""
     bits, shift = bit_pattern(x_TC)
     width = _whole(x_TC.shape[1])
-    pairs = torch.empty((blocks * BLOCK // 2, width), dtype=torch.int32)
-    scales = torch.empty((blocks, width))
+    pairs = torch.empty((blocks * BLOCK // 2, width), dtype=torch.int32, device="cpu")
+    scales = torch.empty((blocks, width), dtype=torch.float32, device="cpu")
     _operands().pairs_of_columns(bits, shift, np.array(bounds), _grid(operand), pairs.numpy(), scales.numpy())
     return pairs, scales
 

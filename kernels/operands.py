@@ -24,6 +24,8 @@ def check_options(layout: str, fmt: str, scale: str, multiplier: float) -> CodeF
 
 def check_source(x: Tensor, offsets: Tensor | None) -> None:
     """Raise OperandError unless x can be quantised or measured."""
+    if not isinstance(x, Tensor):
+        raise OperandError(f"x is a {type(x).__name__}: pass a torch tensor, for example torch.as_tensor(x)")
     if not x.dtype.is_floating_point:
         raise OperandError(f"x is {x.dtype}: pass a floating-point tensor (bfloat16, float16, float32, ...)")
     if x.dim() < 1:
@@ -32,6 +34,21 @@ def check_source(x: Tensor, offsets: Tensor | None) -> None:
         raise OperandError(
             f"offsets split the rows of a matrix, x has shape {list(x.shape)}: pass x as [rows, columns]"
         )
+
+
+def check_together(**operands: Tensor | None) -> None:
+    """Raise OperandError unless the operands (None: not there) are floating tensors of one device."""
+    given = {name: operand for name, operand in operands.items() if operand is not None}
+    first, first_operand = next(iter(given.items()))
+    for name, operand in given.items():
+        if not operand.dtype.is_floating_point:
+            raise OperandError(
+                f"{name} is {operand.dtype}: pass a floating-point tensor (bfloat16, float32, ...)"
+            )
+        if operand.device != first_operand.device:
+            raise OperandError(
+                f"{name} is on {operand.device}, {first} on {first_operand.device}: move both to one device"
+            )
 
 
 def as_rows(x: Tensor) -> tuple[Tensor, list[int]]:
@@ -49,6 +66,8 @@ def offsets_list(offsets: Tensor, rows: int) -> list[int]:
 
     They start at 0 and never fall. Rows behind the last offset belong to no expert (padding).
     """
+    if not isinstance(offsets, Tensor):
+        raise OffsetsError(f"offsets are a {type(offsets).__name__}: pass an int32 tensor [experts + 1]")
     if offsets.dim() != 1 or offsets.numel() < 1 or offsets.dtype not in (torch.int32, torch.int64):
         raise OffsetsError(
             f"offsets must be int32 [experts + 1], got {offsets.dtype} {list(offsets.shape)}: "

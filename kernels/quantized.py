@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +30,11 @@ class QuantizedTensor:
     """`e4m3` or `e5m2`."""
     offsets: Tensor | None = None
     """int32 [E+1] on a 2-D `col` or `tile` tensor whose blocks start anew at each expert's first row."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For pickle, which stores bytes: it cannot read torch's FP8 tensors back."""
+        parts = self.scale, self.layout, self.fmt, self.offsets
+        return _unpickled, (self.data.view(torch.uint8), *parts)
 
     @property
     def shape(self) -> torch.Size:
@@ -75,11 +81,17 @@ class QuantizedTensor:
     def _block_of_row(self) -> Tensor:
         """int64 [R]: which row block of `scale` each row belongs to."""
         rows = torch.arange(self.data.shape[-2], device=self.device)
-        if self.offsets is None:
+        if self.offsets is None or self.offsets.shape[0] == 1:
             return rows // BLOCK
         starts, first_block = segment_blocks(self.offsets)
         segment = torch.bucketize(rows, starts, right=True) - 1
         return first_block[segment] + (rows - starts[segment]) // BLOCK
+
+
+def _unpickled(
+    codes: Tensor, scale: Tensor, layout: str, fmt: str, offsets: Tensor | None
+) -> QuantizedTensor:
+    return QuantizedTensor(codes.view(get_format(fmt).dtype), scale, layout, fmt, offsets)
 
 
 def segment_blocks(offsets: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from fp8_safeguard.kernels.codes import NAN_CODE, CodeFormat
+from fp8_safeguard.kernels.codes import BLOCK, NAN_CODE, CodeFormat
 from fp8_safeguard.monitor.formats import SCALE_CEILING, SCALE_FLOOR
 from fp8_safeguard.monitor.stats import BLOCK_SHAPES, HISTOGRAM_BINS, TILE_SQNR_EDGES_DB, VECTOR_LENGTH
 
@@ -25,6 +25,10 @@ def quantize_rows(
     parts = [
         quantize_matrices(x_BRC, layout, code_format, scale, multiplier) for x_BRC in _segments(x_RC, bounds)
     ]
+    if not parts:
+        empty = x_RC.new_empty((0, x_RC.shape[1]), dtype=code_format.dtype)
+        columns = x_RC.shape[1] if layout == "col" else -(-x_RC.shape[1] // BLOCK)
+        return empty, x_RC.new_empty((0, columns), dtype=torch.float32)
     codes = torch.cat([codes.view(torch.uint8).flatten(0, 1) for codes, _ in parts])
     return codes.view(code_format.dtype), torch.cat([scales.flatten(0, 1) for _, scales in parts])
 
@@ -122,21 +126,21 @@ def stats_of_matrices(
     error = x_finite - xq
     flushed = zero.all(dim=-1) & (x_finite != 0).any(dim=-1)
     columns = [
-        torch.tensor(x.numel()),
+        torch.tensor(x.numel(), device=x.device),
         zero.sum(),
         (zero & (x != 0)).sum(),
         (ratio > code_format.last_kept).sum(),
         torch.isnan(x).sum(),
         torch.isinf(x).sum(),
-        torch.tensor(x.shape[0] * x.shape[1]),
+        torch.tensor(x.shape[0] * x.shape[1], device=x.device),
         flushed.sum(),
-        x_finite.abs().max() if x.numel() else torch.zeros(()),
+        x_finite.abs().max() if x.numel() else x_finite.new_zeros(()),
         x_finite.square().sum(),
         xq.square().sum(),
         error.square().sum(),
         x_finite.square().square().sum(),
     ]
-    vector = torch.stack([column.double().to(x.device) for column in columns])
+    vector = torch.stack([column.double() for column in columns])
     return torch.cat([vector, _sqnr_histogram(x_finite, error, layout)])
 
 

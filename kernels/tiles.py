@@ -92,7 +92,7 @@ def wgrad(
     """dW = dY^T X [E,N,K] in float32, zeros for an expert without rows; `native` or `numba` products."""
     if _uses_numba(backend):
         return numba_tiles.wgrad(dy_TN, x_TK, dy_operand, x_operand, bounds)
-    offsets = torch.tensor(bounds, dtype=torch.int32)
+    offsets = torch.tensor(bounds, dtype=torch.int32, device="cpu")
     dy, x = _columns(dy_TN, offsets, bounds, dy_operand), _columns(x_TK, offsets, bounds, x_operand)
     return native_gemm.grouped_wgrad(dy, x, bounds, torch.float32)
 
@@ -103,7 +103,7 @@ def _default() -> str:
     if backend() == "native" and native_gemm.available():
         logger.info("FP8 products: native (%s)", native_gemm.INSTRUCTION_SETS[native_gemm.level()])
         return "native"
-    if is_compiled(torch.empty(0)) and numba_tiles.available():
+    if is_compiled(torch.empty(0, device="cpu")) and numba_tiles.available():
         logger.info("FP8 products: matrix tiles (AMX), through numba")
         return "numba"
     logger.info("FP8 products: float32, without native kernels or matrix tiles (AMX)")

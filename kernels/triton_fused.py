@@ -162,11 +162,11 @@ def _plan_apart(x: Tensor, request: Request, offsets: Tensor | None) -> tuple[li
     return launches, Fused(None, None, stats[:, 0] if offsets is None else stats)
 
 
-def reblock(rows: QuantizedTensor, *, stats: bool = False, k_major: bool = True) -> QuantizedTensor:
+def reblock(rows: QuantizedTensor, *, k_major: bool = True) -> QuantizedTensor:
     """`col` codes from `row` codes, the scales powers of two: the codes move to their new scale's exponent.
 
     Equal to quantize(rows.dequantize(), layout="col", scale="pow2"). Nothing is rounded but what falls below the
-    smallest subnormal of its new block. Any dimension, offsets as in the row tensor's source: none.
+    smallest normal of its new block. Any dimension, offsets as in the row tensor's source: none.
     """
     if rows.layout != "row":
         raise OperandError(f"a {rows.layout!r} tensor cannot be re-blocked to 'col': pass a 'row' tensor")

@@ -58,6 +58,8 @@ def _planned(case: Case) -> tuple[Sequence[Launch], str]:
         except Exception as error:
             return [], f"ERROR {type(error).__name__}: {error}"
     ours = [row["error"] for row in rows if row.get("ours") or (case.kind == "tune" and "error" in row)]
+    if not (launches or ours or case.name == "control"):
+        ours = ["launches no kernel of ours"]
     return launches, f"ERROR {ours[0]}" if ours else ""
 
 

@@ -255,7 +255,7 @@ KERNELS = QUANTISING | GEMMS | FUSED
 def table(kernels: dict[str, Kernel]) -> str:
     """The kernels' formulas and floors as Markdown."""
     lines = [
-        "| kernel | gives | reads (bytes) | writes (bytes) | FLOPs: tensor cores; FP32 | at | MB moved | floor H100, H200 (µs) | bound by |",
+        "| kernel | gives | reads (bytes) | writes (bytes) | FLOPs: tensor cores; FP32 | at | MB moved | floor H100, H200 (µs) | bound by (H200) |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, kernel in kernels.items():

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from fp8_safeguard.kernels.errors import OperandError
 from fp8_safeguard.kernels.moe.operations import operations
 from fp8_safeguard.kernels.moe.permute import VALUES, unpadded
 from fp8_safeguard.kernels.moe.routing import Produced, RoutingMap, Wanted
+from fp8_safeguard.kernels.operands import check_together
 
 
 def swiglu(gate_up: Tensor, probability: Tensor | None = None) -> Tensor:
@@ -21,15 +23,18 @@ def swiglu(gate_up: Tensor, probability: Tensor | None = None) -> Tensor:
 
     gate_up [..., 2F] holds gate and up as its two halves; probability [...] is float32, one a row. Applied here, the
     routing probability needs no pass of its own, and its gradient needs nothing from behind the activation. Only
-    gate_up and the probability are kept for the backward. (Shazeer 2020, GLU variants improve transformers.)
+    gate_up and the probability are kept for the backward. OperandError for an odd width, or unless there is one
+    probability a row. (Shazeer 2020, GLU variants improve transformers.)
     """
     _check(gate_up, probability)
-    flat = gate_up if gate_up.dim() == 2 else gate_up.reshape(-1, gate_up.shape[-1])
+    flat = (
+        gate_up if gate_up.dim() == 2 else gate_up.reshape(math.prod(gate_up.shape[:-1]), gate_up.shape[-1])
+    )
     flat_probability = (
         probability if probability is None or probability.dim() == 1 else probability.reshape(-1)
     )
     h_RF: Tensor = _SwiGLU.apply(flat, flat_probability)  # type: ignore[no-untyped-call]
-    return h_RF if gate_up.dim() == 2 else h_RF.reshape(*gate_up.shape[:-1], -1)
+    return h_RF if gate_up.dim() == 2 else h_RF.reshape(*gate_up.shape[:-1], h_RF.shape[1])
 
 
 def swiglu_quantize(
@@ -38,7 +43,7 @@ def swiglu_quantize(
     wanted: Wanted,
     routing_map: RoutingMap | None = None,
 ) -> Produced:
-    """What `swiglu` gives of [R, 2F], quantised and measured as `wanted` in the same pass; without gradients.
+    """What `swiglu` gives of [R, 2F], quantised and measured as `wanted`, as `permute_quantize`; without gradients.
 
     With a routing map, `col` blocks start anew at each expert, rows behind the last one are zero, and statistics are
     [slots, E, S] without the padding rows.
@@ -77,6 +82,7 @@ class _SwiGLU(torch.autograd.Function):
 
 def _check(gate_up: Tensor, probability: Tensor | None) -> None:
     """Raise OperandError unless the last dimension is two halves and there is one probability a row."""
+    check_together(gate_up=gate_up, probability=probability)
     if gate_up.dim() < 1 or gate_up.shape[-1] % 2:
         raise OperandError(
             f"gate_up has shape {list(gate_up.shape)}: its last dimension must be two equal halves"

@@ -106,6 +106,8 @@ def gather(x_TD: Tensor, routing_map: RoutingMap, wanted: Wanted) -> Produced:
 
 def sum_copies(y_RD: Tensor, routing_map: RoutingMap, weight_Tk: Tensor | None) -> Tensor:
     """[T, D]: sum over the slots of [weight x] y[position], in slot order, in float32, rounded once to y's dtype."""
+    if not routing_map.position_Tk.shape[1]:
+        return y_RD.new_zeros(routing_map.position_Tk.shape[0], y_RD.shape[1])
     total_TD = _wide(_copies(y_RD, routing_map, 0))
     if weight_Tk is not None:
         total_TD = total_TD * weight_Tk[:, :1]
@@ -124,7 +126,7 @@ def combine_backward(
     wide_TD = _wide(dy_TD)
     slots = range(routing_map.position_Tk.shape[1])
     dots = [(wide_TD * _copies(y_RD, routing_map, slot)).sum(dim=-1) for slot in slots]
-    dweight_Tk = torch.stack(dots, dim=-1)
+    dweight_Tk = torch.stack(dots, dim=-1) if dots else wide_TD.new_zeros(weight_Tk.shape)
     return produced(rows_RD.to(dy_TD.dtype), wanted, routing_map.offsets), dweight_Tk
 
 
@@ -215,7 +217,7 @@ def qk_norm_rope_backward(
 
 def _times(x_THC: Tensor, table_SC: Tensor) -> Tensor:
     """x, in place, times the table row of its token's position."""
-    if x_THC.shape[0]:
+    if x_THC.numel():
         x_THC.view(-1, table_SC.shape[0], *x_THC.shape[1:]).mul_(table_SC.unsqueeze(1))
     return x_THC
 

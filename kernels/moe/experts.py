@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from fp8_safeguard.kernels.dispatch import DEVICE_BACKENDS, gemm_backend_of
 from fp8_safeguard.kernels.errors import OperandError
+from fp8_safeguard.kernels.grouped import expert_bounds
 from fp8_safeguard.kernels.linear import fp8_grouped_linear
 from fp8_safeguard.kernels.moe import expert_fused, expert_passes
 from fp8_safeguard.kernels.moe.activation import swiglu
@@ -24,6 +25,7 @@ from fp8_safeguard.kernels.moe.expert_passes import Experts, Needs
 from fp8_safeguard.kernels.moe.permute import combine, permute
 from fp8_safeguard.kernels.moe.router import routing_map
 from fp8_safeguard.kernels.moe.routing import ALIGNMENT, RoutingMap, spread
+from fp8_safeguard.kernels.operands import check_together
 from fp8_safeguard.kernels.passes import LinearCall
 from fp8_safeguard.kernels.precision import LinearPrecision
 
@@ -49,7 +51,7 @@ def fast_moe(
     permute -> fp8_grouped_linear -> swiglu with the probability -> fp8_grouped_linear -> combine.
     With `recompute` only x, the weights and the routing are kept for the backward, which computes again up to the
     activation. `precision` and `backend` as in fp8_grouped_linear. Under torch.compile that chain runs, which is one graph,
-    and what to recompute is the compiler's choice.
+    and what to recompute is the compiler's choice. OperandError unless tokens, experts and widths agree.
     """
     if isinstance(route, Tensor):
         route = routing_map(route, w_gate_up_EGD.shape[0], alignment=ALIGNMENT if x_TD.is_cuda else 1)
@@ -134,7 +136,9 @@ def _engine(experts: Experts) -> ModuleType:
 def _call(x_TD: Tensor, route: RoutingMap, precision: LinearPrecision, backend: str | None) -> LinearCall:
     """What both products share."""
     chosen = gemm_backend_of(x_TD.device, backend)
-    bounds = None if chosen in DEVICE_BACKENDS else route.offsets.tolist()
+    on_device = chosen in DEVICE_BACKENDS
+    # Checked, because kernels read the rows that a map made by hand claims to have.
+    bounds = None if on_device else expert_bounds(route.offsets, route.rows, route.experts)
     return LinearCall(
         precision=precision, backend=chosen, offsets=route.offsets, bounds=bounds, alignment=route.alignment
     )
@@ -150,6 +154,7 @@ def _check(
     experts, width, hidden = w_down_EDF.shape
     if w_gate_up_EGD.shape != (experts, 2 * hidden, width) or x_TD.shape[1] != width:
         raise OperandError(f"{shapes} do not fit: pass x [T, D], w_gate_up [E, 2F, D] and w_down [E, D, F]")
+    check_together(x=x_TD, w_gate_up=w_gate_up_EGD, w_down=w_down_EDF, weight=weight_Tk)
     copies = route.position_Tk.shape
     if route.experts != experts or copies[0] != x_TD.shape[0] or weight_Tk.shape != copies:
         raise OperandError(

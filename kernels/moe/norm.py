@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -14,20 +15,22 @@ from fp8_safeguard.kernels.errors import OperandError
 from fp8_safeguard.kernels.moe.operations import operations
 from fp8_safeguard.kernels.moe.permute import VALUES
 from fp8_safeguard.kernels.moe.routing import Produced, Wanted
+from fp8_safeguard.kernels.operands import check_together
 
 
 def rms_norm(x: Tensor, gain: Tensor, *, epsilon: float = 1e-6) -> Tensor:
     """x / sqrt(mean x^2 + epsilon) * gain over the last dimension, in x's shape and dtype, with gradients.
 
-    Arithmetic is float32; gain is float32 [D]. (Zhang and Sennrich 2019, root mean square layer normalization.)
+    Arithmetic is float32; gain is float32 [D], another length is an OperandError. (Zhang and Sennrich 2019, root mean
+    square layer normalization.)
     """
     _check_gain(x, gain)
-    y_TD: Tensor = _RMSNorm.apply(x.reshape(-1, x.shape[-1]), gain, epsilon)  # type: ignore[no-untyped-call]
+    y_TD: Tensor = _RMSNorm.apply(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), gain, epsilon)  # type: ignore[no-untyped-call]
     return y_TD.view(x.shape)
 
 
 def rms_norm_quantize(x_TD: Tensor, gain_D: Tensor, wanted: Wanted, *, epsilon: float = 1e-6) -> Produced:
-    """What `rms_norm` gives of [T, D], quantised and measured as `wanted` in the same pass; without gradients."""
+    """What `rms_norm` gives of [T, D], quantised and measured as `wanted`, as `permute_quantize`; without gradients."""
     _check_gain(x_TD, gain_D)
     if x_TD.dim() != 2:
         raise OperandError(f"x has shape {list(x_TD.shape)}: pass [tokens, width]")
@@ -54,7 +57,7 @@ def qk_norm_rope(
             f"x has shape {list(x.shape)}, cos {list(cos_SC.shape)} and sin {list(sin_SC.shape)}: pass x [..., positions, "
             "heads, channels] with an even number of channels, cos and sin [positions, channels]"
         )
-    x_THC = x.reshape(-1, *x.shape[-2:])
+    x_THC = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
     tables = [cos_SC, sin_SC]
     if x.is_cuda and cos_SC.shape[0]:
         # The fused kernel wants a row of the tables a token.
@@ -120,5 +123,6 @@ class _QKNormRope(torch.autograd.Function):
 
 def _check_gain(x: Tensor, gain: Tensor) -> None:
     """Raise OperandError unless there is one gain a channel."""
+    check_together(x=x, gain=gain)
     if x.dim() < 1 or gain.shape != x.shape[-1:]:
         raise OperandError(f"gain has shape {list(gain.shape)}, x {list(x.shape)}: pass one gain a channel")

@@ -21,7 +21,8 @@ VALUES = Wanted()
 def permute(x_TD: Tensor, routing_map: RoutingMap) -> Tensor:
     """x[source] [R, D] in x's dtype, exact zeros on padding rows, with gradients.
 
-    The backward sums each token's copies in slot order, in float32, rounded once.
+    The backward sums each token's copies in slot order, in float32, rounded once. OperandError unless x is [T, D]
+    with the tokens of the map.
     """
     _require_tokens("x", x_TD, routing_map)
     x_RD: Tensor = _Permute.apply(x_TD, routing_map)  # type: ignore[no-untyped-call]
@@ -29,10 +30,11 @@ def permute(x_TD: Tensor, routing_map: RoutingMap) -> Tensor:
 
 
 def permute_quantize(x_TD: Tensor, routing_map: RoutingMap, wanted: Wanted) -> Produced:
-    """What `permute` gives, quantised and measured as `wanted` in the same pass; without gradients.
+    """What `permute` gives, quantised and measured as `wanted`; without gradients. OperandError as there.
 
     Codes equal quantize(permute(x)), the `col` ones with offsets=routing_map.offsets. Statistics are per expert,
-    [slots, E, S], and leave the padding rows out.
+    [slots, E, S], and leave the padding rows out. On CUDA one kernel permutes and quantises; statistics are read
+    from the values it wrote, as for every fused operation here. A CPU does one after the other.
     """
     _require_tokens("x", x_TD, routing_map)
     produced: Produced = operations(x_TD).gather(x_TD.detach(), routing_map, wanted)
@@ -43,7 +45,7 @@ def combine(y_RD: Tensor, routing_map: RoutingMap, weight_Tk: Tensor | None = No
     """[T, D]: the sum of [weight x] y[position] over each token's copies, with gradients.
 
     Products and sums are float32, in slot order, rounded once to y's dtype. Leave the weight out where the activation
-    has already applied it (`swiglu` with a probability).
+    has already applied it (`swiglu` with a probability). OperandError unless rows and weights are the map's.
     """
     if y_RD.dim() != 2 or y_RD.shape[0] != routing_map.rows:
         raise OperandError(

@@ -32,7 +32,7 @@ def group_limited_topk(
     a token then visits few nodes). The lower index wins a tie, ids fall by score + bias. Weights are the bare
     scores, divided by their sum (over the k, in slot order) with `normalise`, times `scale`. The bias selects
     only: gradients go to the logits, through the weights. A NaN counts as the largest score, so it is chosen and
-    seen in the weight.
+    seen in the weight. OperandError where groups are unequal or hold fewer than k experts.
     """
     _check_topk(logits_TE, bias_E, top_k, groups, top_groups)
     bias = None if bias_E is None else bias_E.detach()
@@ -47,7 +47,8 @@ def routing_map(expert_Tk: Tensor, experts: int, *, alignment: int = ALIGNMENT) 
     or sent to another rank). Padding rows are ZERO rows: with real tokens of probability 0 in their place, which
     share the [128,1] blocks of wgrad, FP8 weight gradients change by about 1 %. R depends on shapes only, so nothing
     waits for the device: T k with `alignment` 1, otherwise T k rounded up plus `alignment` an expert. Align after
-    the split over ranks: a total that is a multiple of 16 does not make its shards so.
+    the split over ranks: a total that is a multiple of 16 does not make its shards so. OperandError for ids that are
+    no experts, which only a CPU is asked about; a device drops those copies.
     """
     check_routing(expert_Tk, experts, alignment)
     made: RoutingMap = operations(expert_Tk).routing(expert_Tk, experts, alignment)

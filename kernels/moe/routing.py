@@ -16,7 +16,8 @@ from fp8_safeguard.kernels.quantized import QuantizedTensor
 from fp8_safeguard.monitor.stats import COLUMNS
 
 ALIGNMENT = 16
-"""Rows an expert's share is rounded up to: the codes of 16 rows are the 16 bytes that tensor memory copies move."""
+"""Rows an expert's share is rounded up to: a `col` code is one byte a row, and tensor memory copies start at multiples
+of 16 bytes."""
 
 _COUNT, _ZEROS, _ROWS = (COLUMNS.index(name) for name in ("count", "zeros", "rows"))
 
@@ -73,7 +74,10 @@ class RoutingMap:
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What a fused operation returns of its result besides, or instead of, the values."""
+    """What a fused operation returns of its result besides, or instead of, the values.
+
+    Raises UnknownOptionError for a format, scale or layout that does not exist, OperandError for statistics of no layout.
+    """
 
     values: bool = True
     """The result itself, in the input's dtype."""

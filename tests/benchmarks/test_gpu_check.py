@@ -118,6 +118,9 @@ def test_dry_run_plans_every_timing(runs: dict[str, "subprocess.Popen[str]"]) ->
     output = ended(runs["dry"])
     assert runs["dry"].returncode == 0, output
     assert "not run: kernels" not in output
+    launches = {line[:52].strip(): line.split()[-1] for line in output.splitlines() if " timing " in line}
+    assert [name for name, number in launches.items() if number == "0"] == ["control"]
+    assert "cannot run" not in output
     for m in (4096, 8192):
         for shape in (
             "24576x1536",

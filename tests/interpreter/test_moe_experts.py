@@ -73,3 +73,24 @@ def test_fused_experts_have_the_bits_of_the_unfused_ones(
         assert torch.equal(a, b), name
         assert (a.double() - wanted).norm() < FP8_TOLERANCE * wanted.norm(), name
     assert not any(gradient[2].any() for gradient in fused[2:4])
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_b39_no_tokens_at_all_give_zero_gradients_of_every_weight(
+    recompute: bool, generator: torch.Generator
+) -> None:
+    """None arrive, or all that do go elsewhere: zeros, not None, so that ranks with tokens have something to add to."""
+    tensors, ids, dy = leaves(generator)
+    none = [tensors[0][:0], *tensors[1:3], tensors[3][:0]]
+    for own, chosen, gradient in ((none, ids[:0], dy[:0]), (tensors, torch.full_like(ids, -1), dy)):
+        found = results(own, gradient, routing_map(chosen, 3, alignment=16), recompute=recompute)
+        assert [part.shape for part in found] == [own[0].shape, *(tensor.shape for tensor in own)]
+        assert not any(part.any() for part in found)
+
+
+def test_b20_an_empty_weight_shard_adds_nothing(generator: torch.Generator) -> None:
+    tensors, ids, dy = leaves(generator)
+    shard = [tensors[0], tensors[1][:, :0].clone(), tensors[2][:, :, :0].clone(), tensors[3]]
+    found = results(shard, dy, routing_map(ids, 3, alignment=16), recompute=True)
+    assert [part.shape for part in found] == [shard[0].shape, *(tensor.shape for tensor in shard)]
+    assert not any(part.any() for part in found)

@@ -7,6 +7,7 @@ import torch
 
 from fp8_safeguard.kernels import OperandError
 from fp8_safeguard.kernels.moe import RoutingMap, Wanted, eager, triton_ops
+from fp8_safeguard.monitor.stats import COLUMNS
 
 from .moe_checks import BOTH, HIDDEN, assert_quantised, assert_rounded, same_bits
 
@@ -155,6 +156,27 @@ def test_b33_strided_input(generator: torch.Generator) -> None:
         assert same_bits(values_of(triton_ops.swiglu(source, probability, Wanted(), None)), expected)
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_b33_strided_tokens_rows_and_weights(turned: bool, generator: torch.Generator) -> None:
+    """Every second one and a window of the columns, or a transposed matrix: the bits of a copy."""
+    made = some_map(generator)
+    operands = [torch.rand(2, 40, generator=generator).t()]
+    for rows in (40, made.rows):
+        whole = torch.randn(2 * rows, 80, generator=generator)
+        operands.append(whole.reshape(80, -1).t()[:rows, :72] if turned else whole[::2, 8:])
+    results = []
+    for copied in (False, True):
+        weight, dy, y = (
+            operand.clone(memory_format=torch.contiguous_format) if copied else operand
+            for operand in operands
+        )
+        assert dy.is_contiguous() == y.is_contiguous() == weight.is_contiguous() == copied
+        drows, dweight = triton_ops.combine_backward(dy, y, weight, made, Wanted())
+        sums = triton_ops.sum_copies(y, made, weight)
+        results.append([values_of(drows), dweight, sums, values_of(triton_ops.gather(dy, made, Wanted()))])
+    assert all(same_bits(got, wanted) for got, wanted in zip(*results, strict=True))
+
+
 def test_float64_is_refused() -> None:
     with pytest.raises(OperandError, match="bfloat16"):
         triton_ops.swiglu(torch.zeros(2, 4, dtype=torch.float64), None, Wanted(), None)
@@ -186,6 +208,41 @@ def test_b26_b44_zero_rows_and_subnormals(generator: torch.Generator) -> None:
     made = some_map(generator)
     values = values_of(eager.gather(x, made, Wanted()))
     assert_quantised(triton_ops.gather(x, made, HIDDEN), values, HIDDEN, made.offsets)
+
+
+def one_expert(rows: int) -> RoutingMap:
+    """Every token to the only expert, in its place."""
+    return eager.routing(torch.zeros(rows, 1, dtype=torch.int32), 1, 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_b29_b32_a_nan_or_inf_at_any_place_leaves_the_scales_of_its_blocks(dtype: torch.dtype) -> None:
+    """One of them in each row and column of ones, at every place of a block in turn."""
+    x = torch.ones(128, 128, dtype=dtype)
+    x.fill_diagonal_(torch.nan)
+    x[7, 7], x[8, 8] = torch.inf, -torch.inf
+    wanted = Wanted(values=False, row=True, blocks="col", stats=True)
+    got = triton_ops.gather(x, one_expert(128), wanted)
+    for quantised in (got.row, got.block):
+        assert quantised is not None
+        wide = quantised.dequantize()
+        assert torch.equal(torch.isnan(wide), torch.eye(128, dtype=torch.bool))
+        one = torch.tensor(1.0) / 448
+        assert (quantised.scale[:128].flatten()[:128] == one).all()
+        assert (wide[~torch.eye(128, dtype=torch.bool)] == 448 * one).all()
+    assert got.stats is not None
+    for name, number in (("nan", 126), ("inf", 2), ("amax", 1.0), ("saturated", 0)):
+        assert (got.stats[:, 0, COLUMNS.index(name)] == number).all(), name
+
+
+def test_b28_gradients_near_1e_9_keep_their_digits() -> None:
+    dy = (torch.arange(1, 9) / 8 * 1e-9).repeat(16)[None].expand(128, 128)
+    got = triton_ops.gather(dy, one_expert(128), HIDDEN)
+    for quantised in (got.row, got.block):
+        assert quantised is not None
+        wide = quantised.dequantize()
+        assert (wide > 0).all()
+        assert ((wide - dy).abs() <= 0.0625 * dy).all()
 
 
 @pytest.mark.parametrize("alignment", [16, 1])

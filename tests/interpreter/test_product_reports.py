@@ -34,11 +34,12 @@ def test_b28_small_gradients_keep_their_digits(generator: torch.Generator) -> No
     assert (got - wide).norm() <= 0.05 * wide.norm()
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-def test_b33_non_contiguous_codes_equal_their_copy(transposed: bool, generator: torch.Generator) -> None:
+@pytest.mark.parametrize("kind", ["shifted", "spread", "turned"])
+def test_b33_non_contiguous_codes_equal_their_copy(kind: str, generator: torch.Generator) -> None:
     a, b = (quantize(x) for x in operands(70, 90, 384, generator))
     store = torch.zeros(90, 800, dtype=torch.uint8).view(b.data.dtype)
-    view = store[:, 3:387] if transposed else store[:, 1:769:2]
+    turned = torch.zeros(384, 96, dtype=torch.uint8).view(b.data.dtype)[:, :90].t()
+    view = {"shifted": store[:, 3:387], "spread": store[:, 1:769:2], "turned": turned}[kind]
     view.copy_(b.data)
     assert torch.equal(fp8_gemm_nt(a, QuantizedTensor(view, b.scale, "row", "e4m3")), fp8_gemm_nt(a, b))
 
@@ -83,7 +84,11 @@ def test_b39_all_experts_empty(generator: torch.Generator) -> None:
         assert torch.equal(grouped_gemm_wgrad(dy, x, none), torch.zeros(3, 8, 16))
 
 
-def test_b40_a_zero_column_and_its_filler_scale_do_not_count(generator: torch.Generator) -> None:
+@pytest.mark.parametrize("aligned", [True, False])
+def test_b40_a_zero_column_and_its_filler_scale_do_not_count(
+    aligned: bool, generator: torch.Generator
+) -> None:
+    """Through the tensor memory accelerator, and without."""
     counts = [256, 128, 128, 256]
     offsets = offsets_of(counts)
     dy, x = torch.randn(768, 80, generator=generator), torch.randn(768, 32, generator=generator)
@@ -94,7 +99,7 @@ def test_b40_a_zero_column_and_its_filler_scale_do_not_count(generator: torch.Ge
         scale = qx.scale.clone()
         scale[2, 7] = filler
         operand = QuantizedTensor(qx.data, scale, "col", "e4m3", offsets)
-        results.append(grouped_gemm_wgrad(qdy, operand, offsets, aligned=True))
+        results.append(grouped_gemm_wgrad(qdy, operand, offsets, aligned=aligned))
     assert all(torch.equal(result, results[0]) for result in results)
     assert_close(
         results[0][1], qdy.dequantize(torch.float64)[256:384].t(), qx.dequantize(torch.float64)[256:384].t()

@@ -20,7 +20,7 @@ def test_b20_empty_tensors(shape: Any, blocks: str) -> None:
 
 
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
-@pytest.mark.parametrize("blocks", ["", "tile"])
+@pytest.mark.parametrize("blocks", ["", "col", "tile"])
 def test_b26_zero_blocks_stay_zero_and_change_no_other(
     blocks: str, fmt: str, generator: torch.Generator
 ) -> None:

@@ -14,7 +14,7 @@ from fp8_safeguard.kernels import (
     tensor_stats,
 )
 from fp8_safeguard.kernels import quantize as quantize_one
-from fp8_safeguard.kernels.layouts import quantize_layouts
+from fp8_safeguard.kernels.layouts import quantize_layouts, reblock
 from fp8_safeguard.monitor.stats import VECTOR_LENGTH
 
 OPTIONS: list[dict[str, Any]] = [{}, {"fmt": "e5m2", "scale": "pow2", "multiplier": 0.25}]
@@ -126,6 +126,19 @@ def test_b42_aligned_experts_padded_with_zeros_keep_their_scales(generator: torc
     assert torch.equal(ours.scale[: plain.scale.shape[0]], plain.scale)
 
 
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+def test_power_of_two_scales_are_reblocked_without_loss(fmt: str, generator: torch.Generator) -> None:
+    """Magnitudes from 1 to 4 stay normal in every block; scales of amax / max would round each code again."""
+    x = (torch.rand(2, 200, 150, generator=generator) * 3 + 1) * torch.randn(
+        2, 200, 150, generator=generator
+    ).sign()
+    rows = quantize_one(x, fmt=fmt, scale="pow2")
+    assert torch.equal(reblock(rows).dequantize(), rows.dequantize())
+    x[0, 3, 5], x[1, :, 7], x[1, 9] = float("nan"), 0.0, 1e-6
+    rows = quantize_one(x, fmt=fmt, scale="pow2")
+    assert_same_tensor(reblock(rows), quantize_one(rows.dequantize(), layout="col", fmt=fmt, scale="pow2"))
+
+
 def test_mistakes_are_explained() -> None:
     x = torch.ones(20, 4)
     with pytest.raises(OperandError, match="no layout is wanted"):
@@ -134,5 +147,9 @@ def test_mistakes_are_explained() -> None:
         quantize_layouts(x, blocks="row")
     with pytest.raises(OffsetsError, match="end at most at 20"):
         quantize_layouts(x, blocks="col", offsets=torch.tensor([0, 21], dtype=torch.int32))
+    with pytest.raises(OperandError, match="scales are no powers of two"):
+        reblock(quantize_one(x * 3))
+    with pytest.raises(OperandError, match="'col' tensor cannot be re-blocked"):
+        reblock(quantize_one(x, layout="col", scale="pow2"))
     with pytest.raises(OperandError, match="not a multiple of 16"):
         quantize_layouts(x, blocks="col", offsets=torch.tensor([0, 16], dtype=torch.int32), aligned=True)

@@ -83,6 +83,29 @@ def test_b46_the_outermost_scales_neither_vanish_nor_make_nan(fmt: str) -> None:
         assert ours.scale[2:, 0].tolist() == [0, 0, 127]
         assert torch.equal(wide[2], x[2])
         assert torch.equal(wide[1], x[1])
+        stats = dict(zip(COLUMNS, mx_stats(x, fmt=fmt, rounding=rounding).tolist(), strict=False))
+        assert (stats["inf"], stats["nan"], stats["amax"]) == (2, 0, 1.5 * 2.0**127)
+
+
+def test_b46_the_outermost_scale_bytes_are_powers_of_two() -> None:
+    codes = torch.ones(1, 64).to(torch.float8_e4m3fn)
+    wide = MxTensor(codes, torch.tensor([[0, 254]], dtype=torch.uint8)).dequantize()
+    assert wide[0, [0, 31, 32, 63]].tolist() == [2.0**-127, 2.0**-127, 2.0**127, 2.0**127]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rounding", ["up", "floor"])
+def test_b29_a_nan_at_any_place_of_a_block_is_seen_and_leaves_its_scale_alone(
+    rounding: str, dtype: torch.dtype
+) -> None:
+    """Row i has a NaN at place i and 1.0 elsewhere."""
+    x = torch.ones(32, 32, dtype=dtype)
+    x.fill_diagonal_(torch.nan)
+    ours = quantize_mx(x, rounding=rounding)
+    assert ours.scale.flatten().tolist() == [127 - 8] * 32
+    assert torch.equal(torch.isnan(ours.dequantize()), torch.eye(32, dtype=torch.bool))
+    stats = dict(zip(COLUMNS, mx_stats(x, rounding=rounding).tolist(), strict=False))
+    assert (stats["nan"], stats["inf"], stats["amax"], stats["count"]) == (32, 0, 1.0, 1024)
 
 
 def test_up_never_saturates_and_floor_does_by_less_than_an_eighth(generator: torch.Generator) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fp8_safeguard.kernels.codes import get_format
+from fp8_safeguard.kernels.stats import merge_stats
 from fp8_safeguard.monitor.stats import COLUMNS
 
 LAYOUTS = ("row", "col", "tile")
@@ -22,6 +23,23 @@ Brute = Callable[..., tuple[Any, Any]]
 def in_layout(x: torch.Tensor, layout: str) -> torch.Tensor:
     """x whose rows are blocks, turned where blocks are columns."""
     return x.t().contiguous() if layout == "col" else x
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_b20_an_empty_shard_has_no_blocks_and_leaves_the_reduced_amax_alone(
+    layout: str, implementation: Any
+) -> None:
+    """Three ranks, the first and the last without rows: amax 0 is the identity of the maximum over ranks."""
+    x = torch.tensor([[1.0, -3.0, 0.5, 2.0]])
+    codes, scales = implementation.quantize_rows(x, [0, 0, 1, 1], layout, *E4M3)
+    alone, own_scales = implementation.quantize_rows(x, [0, 1], layout, *E4M3)
+    assert torch.equal(codes.view(torch.uint8), alone.view(torch.uint8))
+    assert torch.equal(scales, own_scales)
+    shards = implementation.stats_of_rows(x, [0, 0, 1, 1], layout, *E4M3)
+    assert not shards[[0, 2]].any()
+    reduced = merge_stats(shards)
+    assert (reduced[AMAX], reduced[COUNT]) == (3.0, 4)
+    assert torch.isfinite(reduced).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
