@@ -96,6 +96,7 @@ def test_kernels_cpu_leaves_out_and_names_what_does_not_run_here(
 ) -> None:
     script = benchmark("kernels_cpu")
     monkeypatch.setattr(script.native, "library", lambda: None)
+    monkeypatch.setattr(script.dispatch, "backend", lambda: "numba")
     monkeypatch.setattr(
         script.dispatch, "unavailable", lambda name, device: name if name != "reference" else ""
     )

@@ -10,7 +10,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from fp8_safeguard.kernels import compiled, native, reference
+from fp8_safeguard.kernels import compiled, native, reference, tiles
 from fp8_safeguard.monitor.stats import measure
 
 BLOCK_SHAPES = {"row": (1, 128), "col": (128, 1), "tile": (128, 128)}
@@ -146,3 +146,13 @@ def log_gaussian() -> torch.Tensor:
     magnitude = torch.exp(2.5 * torch.randn(2**20, generator=generator))
     sign = torch.randint(0, 2, (2**20,), generator=generator) * 2 - 1
     return (magnitude * sign).reshape(2048, 512)
+
+
+@pytest.fixture(params=["tiles", "float32"])
+def route(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways to multiply: compiled kernels, and float32 products of torch."""
+    if request.param == "float32":
+        monkeypatch.setattr(tiles, "usable", lambda x: False)
+    elif not tiles.usable(torch.empty(0)):
+        pytest.skip("neither native kernels nor matrix tiles are here")
+    return str(request.param)

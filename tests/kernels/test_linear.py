@@ -17,20 +17,12 @@ from fp8_safeguard.kernels import (
     fp8_grouped_linear,
     fp8_linear,
     quantize,
-    tiles,
 )
 
 BF16 = LinearPrecision(fprop="bf16", dgrad="bf16", wgrad="bf16")
 
 
-@pytest.fixture(params=["tiles", "float32"], autouse=True)
-def route(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both ways to multiply: matrix tiles where the processor has them, and float32 products."""
-    if request.param == "float32":
-        monkeypatch.setattr(tiles, "usable", lambda x: False)
-    elif not tiles.usable(torch.empty(0)):
-        pytest.skip("this processor has no bfloat16 matrix tiles")
-    return str(request.param)
+pytestmark = pytest.mark.usefixtures("route")
 
 
 def dequantised(x: Tensor, layout: str, operand: OperandFormat) -> Tensor:
@@ -392,74 +384,6 @@ def test_gain_hurts_fp8_where_it_preserves_bf16(generator: torch.Generator) -> N
     faulty = (module(x) - exact).norm() / exact.norm()
     assert healthy < 0.05
     assert faulty > 0.3
-
-
-class Recorder:
-    """Keeps what a GemmObserver is told."""
-
-    def __init__(self, wants: bool = True) -> None:
-        self.wants = wants
-        self.calls: dict[str, tuple[Any, ...]] = {}
-        self.grad_modes: list[bool] = []
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in ("fprop", "dgrad", "wgrad"):
-            raise AttributeError(name)
-
-        def record(*tensors: Any) -> None:
-            self.calls[name] = tensors
-            self.grad_modes.append(torch.is_grad_enabled())
-
-        return record
-
-
-def test_observer_sees_the_real_tensors_without_autograd(generator: torch.Generator) -> None:
-    recorder = Recorder()
-    module = Fp8Linear(64, 32, bias=True)
-    module.observer = recorder
-    module.input_gain = torch.full((64,), 2.0)
-    x = torch.randn(10, 64, generator=generator).bfloat16().requires_grad_()
-    dy = torch.randn(10, 32, generator=generator).bfloat16()
-    with torch.no_grad():
-        module.bias.fill_(3.0)
-    y = module(x)
-    y.backward(dy)
-    assert set(recorder.calls) == {"fprop", "dgrad", "wgrad"}
-    assert not any(recorder.grad_modes)
-    seen_x, seen_w, seen_y, offsets = recorder.calls["fprop"]
-    assert torch.equal(seen_x, x.detach() * 2)
-    assert torch.equal(seen_w, module.weight.detach() / 2)
-    assert offsets is None
-    torch.testing.assert_close(seen_y.float() + 3.0, y.float(), rtol=2**-7, atol=0.02)
-    assert torch.equal(recorder.calls["dgrad"][2] * 2, x.grad)
-    assert torch.equal(recorder.calls["wgrad"][2] / 2, module.weight.grad)
-
-
-def test_observer_that_does_not_want_is_not_called_and_frozen_gemms_are_none(
-    generator: torch.Generator,
-) -> None:
-    silent = Recorder(wants=False)
-    x = torch.randn(10, 64, generator=generator)
-    w = torch.randn(32, 64, generator=generator, requires_grad=True)
-    fp8_linear(x, w, stats=silent).sum().backward()
-    assert silent.calls == {}
-    awake = Recorder()
-    fp8_linear(x, w, stats=awake).sum().backward()
-    assert awake.calls["dgrad"][2] is None
-    assert awake.calls["wgrad"][2] is not None
-
-
-def test_observer_changes_no_bit(generator: torch.Generator) -> None:
-    offsets = torch.tensor([0, 4, 10], dtype=torch.int32)
-    x, w = torch.randn(10, 64, generator=generator), torch.randn(2, 32, 64, generator=generator)
-    results = []
-    for observer in (None, Recorder()):
-        x_leaf, w_leaf = x.clone().requires_grad_(), w.clone().requires_grad_()
-        y = fp8_grouped_linear(x_leaf, w_leaf, offsets, stats=observer)
-        y.square().sum().backward()
-        results.append((y, x_leaf.grad, w_leaf.grad))
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-    assert torch.equal(observer.calls["fprop"][3], offsets)
 
 
 def test_backward_uses_the_precision_of_its_forward(generator: torch.Generator) -> None:
