@@ -13,8 +13,8 @@ from torch import Tensor
 
 from fp8_safeguard.kernels import quantize, tensor_stats
 
-GOAL = 12.0
-"""Times a copy. Statistics once a sampling cycle then cost less than the step's own elementwise work."""
+GOAL = 2.5
+"""Times a copy, for the native kernels; what kernels_cpu.py runs the fallbacks against is 12."""
 
 
 def cases(quick: bool) -> Sequence[harness.Case]:
@@ -27,7 +27,7 @@ def cases(quick: bool) -> Sequence[harness.Case]:
     for rows, columns in ((1024, 1024), (1024, 4096), (4096, 1024), (2048, 2048)):
         x = torch.randn(rows, columns, generator=generator).bfloat16()
         found += [
-            stats_case(f"bf16_{layout}_{rows}x{columns}_vs_copy", x, layout, GOAL)
+            stats_case(f"bf16_{layout}_{rows}x{columns}_vs_copy", x, layout)
             for layout in ("row", "col", "tile")
         ]
     full = torch.randn(2048, 2048, generator=generator)
