@@ -33,7 +33,7 @@ test: setup  ## Run all tests
 	$(BIN)/python -m pytest
 
 # Triton reads TRITON_INTERPRET when kernels are decorated: two processes.
-test-kernels: setup  ## Run the Triton kernels' suites: interpreter, then compilation (about ten minutes)
+test-kernels: setup  ## Run the Triton kernels' suites: interpreter, then compilation (about five minutes)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/interpreter
 	FP8_SAFEGUARD_COMPILE=1 $(BIN)/python -m pytest -q tests/compile
 

@@ -1,4 +1,4 @@
-"""Checks and times every kernel on a GPU, in under five minutes."""
+"""Checks and times every kernel on a GPU, within five minutes."""
 
 from __future__ import annotations
 

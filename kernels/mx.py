@@ -59,8 +59,8 @@ def quantize_mx(x: Tensor, *, fmt: str = "e4m3", rounding: str = "up") -> MxTens
     require_option("rounding", rounding, ROUNDINGS)
     check_source(x, None)
     if rounding == "up" and device_kernels(x) is not None:
-        found = compiled_module("triton_mx").quantize_mx(x, fmt=fmt)
-        return MxTensor(found.data, found.scale)
+        found: MxTensor = compiled_module("triton_mx").quantize_mx(x, fmt=fmt)
+        return found
     x_RC = _rows(x)
     blocks_RC = _blocks(x_RC)
     finite = torch.isfinite(blocks_RC)

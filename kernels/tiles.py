@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fp8_safeguard.kernels import native, native_gemm, numba_tiles
 from fp8_safeguard.kernels.codes import get_format
-from fp8_safeguard.kernels.dispatch import backend, is_compiled, logger
+from fp8_safeguard.kernels.dispatch import backend, is_compiled
 from fp8_safeguard.kernels.precision import OperandFormat
 from fp8_safeguard.kernels.quantized import QuantizedTensor, scale_shape
 
@@ -99,14 +99,11 @@ def wgrad(
 
 @cache
 def _default() -> str:
-    """`native`, `numba` (matrix tiles only), or nothing; logged once."""
+    """`native`, `numba` (matrix tiles only), or nothing."""
     if backend() == "native" and native_gemm.available():
-        logger.info("FP8 products: native (%s)", native_gemm.INSTRUCTION_SETS[native_gemm.level()])
         return "native"
     if is_compiled(torch.empty(0, device="cpu")) and numba_tiles.available():
-        logger.info("FP8 products: matrix tiles (AMX), through numba")
         return "numba"
-    logger.info("FP8 products: float32, without native kernels or matrix tiles (AMX)")
     return ""
 
 

@@ -6,40 +6,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from fp8_safeguard.kernels.codes import get_format
+from fp8_safeguard.kernels.mx import MX_BLOCK, MxTensor
 from fp8_safeguard.kernels.operands import check_source
 from fp8_safeguard.kernels.triton_codes import block_scale, divide, encode, finite_magnitude
 from fp8_safeguard.kernels.triton_launch import Launch, as_bytes
 
-MX_BLOCK = 32
 ROWS, COLUMNS = 32, 128
 
 LEAST_BITS = tl.constexpr(1 << 22)
 """2^-127, E8M0's smallest scale, is a float32 subnormal: written as bits, since a shifted exponent would give 0."""
-
-
-@dataclass(frozen=True, eq=False)
-class MxTensor:
-    """FP8 codes with one E8M0 scale for each 32 along the last dimension."""
-
-    data: Tensor
-    """float8_e4m3fn or float8_e5m2, in the shape of the source."""
-    scale: Tensor
-    """uint8 [..., Cb]: byte e stands for 2^(e - 127), 0 to 254."""
-
-    def dequantize(self) -> Tensor:
-        """Codes times scales, float32."""
-        exponent = self.scale.int() - 127
-        scale = torch.ldexp(torch.ones_like(exponent, dtype=torch.float64), exponent)
-        wide = scale.repeat_interleave(MX_BLOCK, dim=-1)[..., : self.data.shape[-1]]
-        return (self.data.double() * wide).float()
 
 
 @triton.jit

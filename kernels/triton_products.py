@@ -14,7 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fp8_safeguard.kernels.codes import BLOCK
 from fp8_safeguard.kernels.errors import OffsetsError, OperandError
-from fp8_safeguard.kernels.gemm import require_operand, require_same
+from fp8_safeguard.kernels.gemm import require_operand, require_same, turned
 from fp8_safeguard.kernels.quantized import QuantizedTensor
 from fp8_safeguard.kernels.triton_config import GemmConfig, architecture_of, gemm_config, processors_of
 from fp8_safeguard.kernels.triton_gemm import gemm_kernel, gemm_tma_kernel
@@ -68,12 +68,6 @@ def fp8_gemm_wgrad(
     if launch is not None:
         launch.run()
     return result
-
-
-def turned(operand: QuantizedTensor) -> QuantizedTensor:
-    """A matrix and its scales as transposed views: nothing moves."""
-    layout = {"row": "col", "col": "row", "tile": "tile"}[operand.layout]
-    return QuantizedTensor(operand.data.t(), operand.scale.t(), layout, operand.fmt)
 
 
 def plan_gemm(

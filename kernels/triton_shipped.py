@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from fp8_safeguard.kernels.codes import get_format
+from fp8_safeguard.kernels.gemm import turned
 from fp8_safeguard.kernels.quantized import QuantizedTensor
 from fp8_safeguard.kernels.triton_config import GemmConfig, candidates
 from fp8_safeguard.kernels.triton_fused import Request, plan, plan_reblock
 from fp8_safeguard.kernels.triton_launch import Launch
 from fp8_safeguard.kernels.triton_mx import plan_mx
-from fp8_safeguard.kernels.triton_products import plan_gemm, plan_grouped, plan_grouped_wgrad, turned
+from fp8_safeguard.kernels.triton_products import plan_gemm, plan_grouped, plan_grouped_wgrad
 from fp8_safeguard.kernels.triton_transpose import plan_transpose
 
 TOKENS, FEATURES, INPUTS, EXPERTS = 8192, 7168, 2048, 8

@@ -71,7 +71,7 @@ void multiply(const GemmJob &job, int level) {
   fp8_plain::gemm(job);
 }
 
-// Large outputs are mostly memory that nobody has touched yet: in pages of 2 MiB it costs a fifth of the time.
+// Large outputs are mostly memory that nobody has touched yet: in pages of 2 MiB that takes far fewer faults.
 void ask_for_large_pages(const void *start, int64_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   constexpr uintptr_t PAGE = 2 << 20;

@@ -57,7 +57,7 @@ class RoutingMap:
     @property
     def aligned(self) -> bool:
         """Whether R and every offset are multiples of 16."""
-        return self.alignment % ALIGNMENT == 0
+        return self.alignment % ALIGNMENT == 0 == self.rows % ALIGNMENT
 
     def without_padding(self, stats: Tensor, columns: int) -> Tensor:
         """TensorStats [..., E, S] of a permuted [R, columns] tensor, the zero rows of the padding taken out again.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fp8_safeguard.kernels.codes import BLOCK as BLOCK_SIZE
 from fp8_safeguard.kernels.moe.routing import Produced, RoutingMap, Wanted
-from fp8_safeguard.kernels.moe.triton_plan import UNFUSED_FLOATS, is_aligned, run, source, target
+from fp8_safeguard.kernels.moe.triton_plan import UNFUSED_FLOATS, run, source, target
 from fp8_safeguard.kernels.moe.triton_sums import plan_sum
 from fp8_safeguard.kernels.moe.triton_tile import finish_tile, load_wide, place_tile, rounded
 from fp8_safeguard.kernels.triton_launch import Launch, next_power_of_two
@@ -146,8 +146,7 @@ def plan_gather(x_TD: Tensor, routing_map: RoutingMap, wanted: Wanted) -> tuple[
     """The kernels of `gather` and what they fill."""
     x_TD = source(x_TD)
     shape = (routing_map.rows, x_TD.shape[1])
-    aligned = is_aligned(routing_map.rows, routing_map.alignment)
-    out = target(shape, x_TD, wanted, routing_map.offsets, aligned=aligned)
+    out = target(shape, x_TD, wanted, routing_map.offsets, aligned=routing_map.aligned)
     arguments = {"x_ptr": x_TD, "source_ptr": routing_map.source_R, "stride": x_TD.stride(0)}
     return out.launch(gather_kernel, out.row_tiles * out.column_tiles, arguments), out.produced
 
@@ -207,8 +206,7 @@ def plan_combine_backward(
     dy_TD, y_RD = source(dy_TD), source(y_RD)
     rows, columns = routing_map.rows, dy_TD.shape[1]
     copies = routing_map.position_Tk.shape[1]
-    aligned = is_aligned(rows, routing_map.alignment)
-    out = target((rows, columns), dy_TD, wanted, routing_map.offsets, aligned=aligned)
+    out = target((rows, columns), dy_TD, wanted, routing_map.offsets, aligned=routing_map.aligned)
     parts = torch.empty((-(-columns // BLOCK_SIZE), rows), dtype=torch.float32, device=dy_TD.device)
     arguments = {
         "dy_ptr": dy_TD,

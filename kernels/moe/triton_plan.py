@@ -13,7 +13,7 @@ from torch import Tensor
 from fp8_safeguard.kernels.codes import BLOCK, get_format
 from fp8_safeguard.kernels.errors import OperandError
 from fp8_safeguard.kernels.moe.routing import Produced, Wanted
-from fp8_safeguard.kernels.triton_fused import TMA_BYTES, Request, plan
+from fp8_safeguard.kernels.triton_fused import Request, plan
 from fp8_safeguard.kernels.triton_launch import Launch
 
 SOURCES = (torch.bfloat16, torch.float16, torch.float32)
@@ -94,11 +94,6 @@ def target(
         after=after,
         produced=Produced(values_RC if wanted.values else None, fused.row, fused.block, stats),
     )
-
-
-def is_aligned(rows: int, alignment: int) -> bool:
-    """Whether every expert's rows start at a multiple of 16, so that `col` codes can be stored transposed."""
-    return alignment % TMA_BYTES == 0 and rows % TMA_BYTES == 0
 
 
 def run(launches: list[Launch]) -> None:

@@ -12,13 +12,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fp8_safeguard.kernels.moe import eager
 from fp8_safeguard.kernels.moe.triton_plan import UNFUSED_FLOATS, source
 from fp8_safeguard.kernels.triton_launch import Launch, next_power_of_two
 
 ELEMENTS = 1024
 """Scores that a program holds."""
 
-WEIGHT_FLOOR = tl.constexpr(1e-20)
+WEIGHT_FLOOR = tl.constexpr(eager.WEIGHT_FLOOR)
 TAKEN = tl.constexpr(-(2**31))
 """Key of what may not be chosen (any more): below that of any number."""
 NOWHERE = tl.constexpr(2**30)

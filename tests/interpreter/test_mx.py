@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from fp8_safeguard.kernels.triton_mx import MxTensor, quantize_mx
+from fp8_safeguard.kernels.mx import MxTensor
+from fp8_safeguard.kernels.triton_mx import quantize_mx
 from fp8_safeguard.monitor import formats
 
 
