@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -57,6 +58,10 @@ class DatabaseSource:
     def decisions(self, run: str, *, limit: int | None = None, **filters: str | None) -> list[Item]:
         """Decisions, the newest first; filters are state and layer."""
         return self._pages(query.decisions, limit, run, **filters)
+
+    def readiness(self, run: str, *, from_step: int | None = None, to_step: int | None = None) -> Item:
+        """Whether each GEMM could run in FP8, over a range of steps."""
+        return self._one(partial(query.readiness, from_step=from_step, to_step=to_step), run)
 
     @contextmanager
     def export(self, run: str, form: str) -> Iterator[Iterator[bytes]]:

@@ -11,6 +11,7 @@ from fp8_safeguard.cli import act, manage, options, read
 from fp8_safeguard.cli.database import db
 from fp8_safeguard.cli.export import export
 from fp8_safeguard.cli.output import fail, print_json
+from fp8_safeguard.cli.report import report
 from fp8_safeguard.cli.serving import serve
 from fp8_safeguard.cli.tokens import token
 
@@ -45,6 +46,7 @@ for reader in (read.status, read.runs, read.layers):
     app.command(rich_help_panel=WATCHING)(reader)
 for lister in (read.alerts, read.decisions):
     app.command(cls=Listing, rich_help_panel=WATCHING)(lister)
+app.command(rich_help_panel=WATCHING)(report)
 app.command(rich_help_panel=WATCHING)(export)
 app.add_typer(act.alert, name="alert", rich_help_panel=WATCHING)
 app.add_typer(act.decision, name="decision", rich_help_panel=WATCHING)

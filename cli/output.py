@@ -23,6 +23,8 @@ STYLES = {
     "stale": "dim",
     "ended": "dim",
     "unknown": "dim",
+    "safe": "green",
+    "keep_bf16": "bold red",
     "act": "bold red",
     "open": "red",
     "held": "magenta",
@@ -36,9 +38,14 @@ FRAME = 3
 """What the terminal's table puts around each column."""
 
 
+def json_text(value: Any) -> str:
+    """Indented JSON; non-finite numbers are already strings."""
+    return json.dumps(value, indent=2, allow_nan=False)
+
+
 def print_json(value: Any) -> None:
-    """JSON on standard output; non-finite numbers are already strings."""
-    typer.echo(json.dumps(value, indent=2, allow_nan=False))
+    """JSON on standard output."""
+    typer.echo(json_text(value))
 
 
 def say(text: str) -> None:
@@ -66,19 +73,30 @@ def cell(value: object) -> str:
 
 def show(title: str, items: Sequence[Item], columns: Columns) -> None:
     """The items as a coloured table on a terminal, elsewhere as aligned lines, one an item."""
+    if sys.stdout.isatty():
+        _show_on_terminal(title, *_texts(items, columns))
+        return
+    for line in table_lines(title, items, columns):
+        typer.echo(line)
+
+
+def table_lines(title: str, items: Sequence[Item], columns: Columns) -> list[str]:
+    """The items as aligned lines under a title and the columns' names."""
+    names, rows = _texts(items, columns)
+    lines = [names, *rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    padded = (
+        "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)) for line in lines
+    )
+    return [title, *(line.rstrip() for line in padded)]
+
+
+def _texts(items: Sequence[Item], columns: Columns) -> tuple[list[str], list[list[str]]]:
+    """The columns' names, and the cells of every row."""
     named = {name: [cell(column(item)) for item in items] for name, column in columns.items()}
     # A column in which nothing stands only takes room.
     named = {name: texts for name, texts in named.items() if any(texts)}
-    rows = [list(row) for row in zip(*named.values(), strict=True)]
-    if sys.stdout.isatty():
-        _show_on_terminal(title, list(named), rows)
-        return
-    lines = [list(named), *rows]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    typer.echo(title)
-    for line in lines:
-        padded = (text.ljust(width) for text, width in zip(line, widths, strict=True))
-        typer.echo("  ".join(padded).rstrip())
+    return list(named), [list(row) for row in zip(*named.values(), strict=True)]
 
 
 def show_facts(subject: str, state: str, facts: Iterable[tuple[str, str]]) -> None:
@@ -95,6 +113,12 @@ def show_facts(subject: str, state: str, facts: Iterable[tuple[str, str]]) -> No
         start = f"  {question:<9} "
         lines = wrap(printable(said), width, initial_indent=start, subsequent_indent=" " * len(start))
         typer.echo("\n".join(lines or [start.rstrip()]))
+
+
+def folded(text: str) -> str:
+    """A line that goes on indented where a terminal ends; elsewhere it stays one."""
+    width = get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
+    return "\n".join(wrap(text, width, subsequent_indent="  ")) or text
 
 
 def coloured(text: str) -> "Text":

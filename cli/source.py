@@ -36,6 +36,8 @@ class Source(Protocol):
 
     def decisions(self, run: str, *, limit: int | None = None, **filters: str | None) -> list[Item]: ...
 
+    def readiness(self, run: str, *, from_step: int | None = None, to_step: int | None = None) -> Item: ...
+
     @contextmanager
     def export(self, run: str, form: str) -> Iterator[Iterator[bytes]]: ...
 
@@ -72,6 +74,11 @@ class ServerSource:
     def decisions(self, run: str, *, limit: int | None = None, **filters: str | None) -> list[Item]:
         """Decisions, the newest first; filters are state and layer."""
         return self._api.items(f"/runs/{in_path(run)}/decisions", limit=limit, **filters)
+
+    def readiness(self, run: str, *, from_step: int | None = None, to_step: int | None = None) -> Item:
+        """Whether each GEMM could run in FP8, over a range of steps."""
+        found: Item = self._api.get(f"/runs/{in_path(run)}/readiness", from_step=from_step, to_step=to_step)
+        return found
 
     @contextmanager
     def export(self, run: str, form: str) -> Iterator[Iterator[bytes]]:

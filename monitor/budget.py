@@ -30,7 +30,9 @@ class Costs:
         for position, slot in enumerate(slots):
             if slot.variant is None and self.layers.get(slot.layer) is None:
                 of_layer = operands.setdefault(slot.layer, {})
-                if slot.operand in ("x", "dy") and slot.expert is None:
+                # Of an operand without sums only some tiles were counted.
+                whole = not table.nulls["sum_sq"][position]
+                if slot.operand in ("x", "dy") and slot.expert is None and whole:
                     of_layer.setdefault(slot.operand, position)
         if not operands:
             return self

@@ -38,6 +38,7 @@ from fp8_safeguard.monitor.remedies import (
 )
 from fp8_safeguard.monitor.runwatch import loss_jump, run_breaches, says_something, with_loss
 from fp8_safeguard.monitor.shadow import Shadow
+from fp8_safeguard.monitor.sight import Sight
 from fp8_safeguard.monitor.signals import (
     Breach,
     Measures,
@@ -132,7 +133,8 @@ def decide(
         everything[jump.key] = jump
     if origin is not None:
         everything.update(origin.companions(breaches[origin.key].severity))
-    observed = _observer(compiled, step, falls)
+    sight = Sight(compiled, step.stats)
+    observed = _observer(sight, step, falls)
     evidence = follow_evidence(state.evidence, everything, observed, step.step, config.clear_samples)
     shadow = Shadow(compiled, measures, breaches, fallbacks(state.plan))
     current = replace(
@@ -153,7 +155,7 @@ def decide(
     gate = Gate(current, config, step.step, step.plan_version, evidence)
     for candidate in sorted(candidates, key=lambda candidate: candidate.order):
         gate.offer(candidate, breaches, in_bf16=shadow.configured(candidate.layer, candidate.target) == BF16)
-    probation = _restore(gate, compiled, measures, breaches, origin)
+    probation = _restore(gate, compiled, measures, breaches, origin, sight)
     history = current.history
     if origin is None:
         # What a non-finite step measured elsewhere is no norm for anything.
@@ -257,7 +259,7 @@ def _scale_falls(state: PolicyState, step: StepObservation) -> bool:
     return scale is not None and state.loss_scale is not None and scale < state.loss_scale
 
 
-def _observer(compiled: SlotList, step: StepObservation, scale_falls: bool) -> Callable[[str], bool]:
+def _observer(sight: Sight, step: StepObservation, scale_falls: bool) -> Callable[[str], bool]:
     def observed(key: str) -> bool:
         of_run = says_something(key, step.run, scale_falls=scale_falls)
         if of_run is not None:
@@ -266,8 +268,9 @@ def _observer(compiled: SlotList, step: StepObservation, scale_falls: bool) -> C
         if rule == NON_FINITE.rule:
             layer, family = read_key(key)
             if not family:
-                return layer in compiled.layers
-        return family in compiled.families
+                return sight.shows_layer(layer)
+            return sight.shows_whole(family)
+        return sight.shows(rule, family)
 
     return observed
 
@@ -329,12 +332,13 @@ def _restore(
     measures: Measures,
     breaches: Mapping[str, Breach],
     origin: Origin | None,
+    sight: Sight,
 ) -> dict[str, int]:
     """Restore what has passed its probation; the healthy samples of what has not."""
     probation: dict[str, int] = {}
     for entry, change in list(_own_fallbacks(gate)):
         gemm, key = entry.target.gemm or "", spot(entry.layer, entry.target)
-        healthy = _healthy(entry.layer, gemm, compiled, breaches, origin)
+        healthy = _healthy(entry.layer, gemm, breaches, origin, sight)
         if healthy and change.by_result and not _emulated(entry.layer, gemm, compiled):
             healthy = None
         samples = gate.state.probation.get(key, 0)
@@ -357,20 +361,21 @@ def _own_fallbacks(gate: Gate) -> Iterator[tuple[PlanEntry, Change]]:
 
 
 def _healthy(
-    layer: str, gemm: str, compiled: SlotList, breaches: Mapping[str, Breach], origin: Origin | None
+    layer: str, gemm: str, breaches: Mapping[str, Breach], origin: Origin | None, sight: Sight
 ) -> bool | None:
     """Whether all that a gemm reads is below its watch levels; None where the sample does not show."""
     read = GEMM_OPERANDS[gemm]
-    slots = [Slot(layer, operand=operand, layout=layout) for operand, layout in read]
-    if not all(slot.family in compiled.families for slot in slots) or origin is not None:
+    families = [Slot(layer, operand=operand, layout=layout).family for operand, layout in read]
+    if origin is not None or not all(map(sight.holds, families)):
         return False if origin is not None and origin.slot.layer == layer else None
-    return not any(
+    harmed = any(
         breach.slot.layer == layer
         and (breach.slot.gemm == gemm or (breach.slot.operand, breach.slot.layout) in read)
         for breach in breaches.values()
         # A jump against the own median is news, not harm.
         if breach.rule.act is not None or breach.rule.watch_over_median is None
     )
+    return False if harmed else True if all(map(sight.shows_whole, families)) else None
 
 
 def _emulated(layer: str, gemm: str, compiled: SlotList) -> bool:

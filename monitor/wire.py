@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp8_safeguard.monitor.columns import StatsTable, empty_column, read_column, write_column
+from fp8_safeguard.monitor.coverage import coverage_to_wire, read_coverage, read_sampling
 from fp8_safeguard.monitor.document import Reader, WireError, escape
 from fp8_safeguard.monitor.metrics import ALL_COLUMNS
 from fp8_safeguard.monitor.numbers import decode_number, encode_number
@@ -106,6 +107,10 @@ class Sample:
     run: Mapping[str, float | None] = field(default_factory=dict)
     scalars: tuple[Mapping[str, Any], ...] = ()
     ranks: tuple[Mapping[str, Any], ...] = ()
+    coverage: tuple[Mapping[str, Any], ...] | None = None
+    """Every weight matrix as `{"name", "shape", "status", "reason"}`; sent first and whenever it has changed."""
+    sampling: Mapping[str, Any] | None = None
+    """What the overhead budget makes of the sampling now."""
     left_out: frozenset[str] = frozenset()
     """Of parent, from_step and groups, what the document did not say: the attempt's first sample said it for all."""
 
@@ -160,6 +165,8 @@ def parse_sample(body: Any, *, known_slots: Callable[[str], tuple[Slot, ...] | N
         "run": _read_run(reader),
         "scalars": reader.records("scalars", _SCALAR),
         "ranks": reader.records("ranks", _RANK),
+        "coverage": read_coverage(reader),
+        "sampling": read_sampling(reader),
     }
     reader.raise_faults()
     fields["left_out"] = _left_out(body)
@@ -198,7 +205,17 @@ def sample_to_wire(sample: Sample, *, binary: bool, by_id: bool = False) -> dict
         "run": {name: encode_number(value) for name, value in sample.run.items()},
         "scalars": [_encode_record(record) for record in sample.scalars],
         "ranks": [_encode_record(record) for record in sample.ranks],
+        **_own_watching(sample),
     }
+
+
+def _own_watching(sample: Sample) -> dict[str, Any]:
+    said: dict[str, Any] = {}
+    if sample.coverage is not None:
+        said["coverage"] = coverage_to_wire(sample.coverage)
+    if sample.sampling is not None:
+        said["sampling"] = {name: value for name, value in sample.sampling.items() if value is not None}
+    return said
 
 
 def _encode_record(record: Mapping[str, Any]) -> dict[str, Any]:

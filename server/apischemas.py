@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from fp8_safeguard.monitor.coverage import MAX_DIMENSIONS, MAX_ROWS, STATUSES
 from fp8_safeguard.monitor.metrics import ALL_COLUMNS
 from fp8_safeguard.monitor.plan import ACTIONS, DECISION_ACTIONS, DECISION_STATES
 from fp8_safeguard.monitor.slots import GEMMS, INT64_MAX, LAYOUTS, OPERANDS
@@ -85,6 +86,23 @@ _SAMPLE_COLUMN: Schema = {
     "description": "A list in slot order, or in msgpack {dtype, data} with raw little-endian values.",
     "anyOf": [{"type": "array"}, {"type": "object"}],
 }
+MATRIX = {
+    "name": NAME,
+    "shape": listed(COUNT, maxItems=MAX_DIMENSIONS),
+    "status": one_of(STATUSES),
+    "reason": NAME,
+}
+SHARE: Schema = {"type": ["number", "null"], "minimum": 0}
+_SAMPLING = record(
+    "What the overhead budget makes of the sampling.",
+    {},
+    {
+        "budget": SHARE,
+        "overhead_ratio": SHARE,
+        **dict.fromkeys(("every", "tile_stride"), maybe({**COUNT, "minimum": 1})),
+        **dict.fromkeys(("layers_per_sample", "layers", "full_coverage_steps"), maybe(COUNT)),
+    },
+)
 _BAD = listed(listed(COUNT), description="Where NaN and Inf were counted: [row, column, nan, inf].")
 
 SCHEMAS: dict[str, Schema] = {
@@ -128,6 +146,8 @@ SCHEMAS: dict[str, Schema] = {
                 record("A layer's own number.", {"name": NAME}, {"layer": maybe(NAME), "value": MEASURED})
             ),
             "ranks": listed({"type": "object"}),
+            "coverage": maybe(listed(record("A weight matrix.", MATRIX), maxItems=MAX_ROWS)),
+            "sampling": maybe(_SAMPLING),
         },
     ),
     "Samples": record(
@@ -171,6 +191,7 @@ SCHEMAS: dict[str, Schema] = {
             "fallback_budget_used_ratio": {"type": ["number", "null"]},
             "plan_version": COUNT,
             "thresholds": one_of(tuple(PRESETS)),
+            "sampling": maybe(_SAMPLING),
         },
     ),
     "RunChange": record(

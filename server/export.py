@@ -11,6 +11,7 @@ from fp8_safeguard.monitor.metrics import ALL_COLUMNS
 from fp8_safeguard.server import slotlists
 from fp8_safeguard.server.answers import strict_dumps
 from fp8_safeguard.server.auditview import alert_item, decision_item, plan_of
+from fp8_safeguard.server.clientreports import sent_with
 from fp8_safeguard.server.packing import Packed
 from fp8_safeguard.server.runlookup import find_run
 from fp8_safeguard.server.runview import attempts_of, detail_of
@@ -82,7 +83,14 @@ def _sample_page(store: Store, run_id: int, after: int) -> list[tuple[int, dict[
     )
     with store.read() as conn:
         lists = slotlists.of_run(conn, run_id)
-        return [(row.id, _document(row, lists[row.slot_list_id])) for row in conn.execute(query)]
+        rows = conn.execute(query).all()
+        said = sent_with(conn, {row.attempt_id for row in rows})
+        return [(row.id, {**_document(row, lists[row.slot_list_id]), **_said(row, said)}) for row in rows]
+
+
+def _said(row: Row[Any], said: dict[tuple[int, str, int], dict[str, Any]]) -> dict[str, Any]:
+    """What the newest report of a group was: it goes with its sample, once."""
+    return said.get((row.attempt_id, row.group, row.step), {}) if row.part == 0 else {}
 
 
 def _document(row: Row[Any], held: slotlists.SlotList) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from fp8_safeguard.monitor.wire import (
     check_run_id,
     parse_sample,
 )
-from fp8_safeguard.server import deciding, ending, slotlists
+from fp8_safeguard.server import clientreports, deciding, ending, slotlists
 from fp8_safeguard.server.events import Event
 from fp8_safeguard.server.problems import Problem, invalid, shortened
 from fp8_safeguard.server.store import Store
@@ -149,6 +149,7 @@ def _accept(conn: Connection, run: str, sample: Sample, now: float) -> tuple[dic
     run_row = _ensure_run(conn, run, sample, now)
     attempt = _ensure_attempt(conn, run_row, sample, now)
     inserted, duplicates = store_sample(conn, run_row.id, attempt.id, sample, now)
+    clientreports.keep(conn, attempt.id, sample)
     conn.execute(runs.update().where(runs.c.id == run_row.id).values(last_report_at=now))
     if inserted or not duplicates:
         ending.reopen(conn, run_row, attempt, sample.group)
@@ -237,7 +238,9 @@ def _in_words(value: str | int | None) -> str:
 def _log(run: str, sample: Sample) -> None:
     if not _LOGGER.isEnabledFor(logging.INFO) or not sample.slots:
         return
-    underflow, cosine = (sample.table.derive(name) for name in ("underflow_ratio", "cosine"))
+    # A what-if is not what the run does.
+    real = np.array([slot.variant is None for slot in sample.slots], dtype=bool)
+    underflow, cosine = (sample.table.derive(name)[real] for name in ("underflow_ratio", "cosine"))
     worst_underflow = np.fmax.reduce(underflow, initial=np.nan)
     worst_cosine = np.fmin.reduce(cosine, initial=np.nan)
     _LOGGER.info(

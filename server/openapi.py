@@ -7,11 +7,13 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
+from fp8_safeguard.monitor.coverage import STATUSES as COVERAGE_STATUSES
 from fp8_safeguard.monitor.plan import DECISION_STATES
 from fp8_safeguard.monitor.slots import GEMMS, LAYOUTS, OPERANDS
 from fp8_safeguard.server.alertlog import STATES
 from fp8_safeguard.server.apischemas import NAME, RUN_ID, SCHEMAS, Schema, maybe, one_of, ref
 from fp8_safeguard.server.layerview import LAYER_STATES, ORDERS
+from fp8_safeguard.server.reportschemas import REPORT_SCHEMAS
 
 API_PREFIX = "/api/v1"
 OPEN_PATHS = ("/livez", "/readyz")
@@ -57,8 +59,10 @@ OPERATIONS: dict[str, Operation] = {
     "GET /runs/{run}/attempts": Operation("List a run's attempts", "AttemptPage"),
     "GET /runs/{run}/layers": Operation("List a run's layers", "LayerPage"),
     "GET /runs/{run}/layer": Operation("Show one layer"),
+    "GET /runs/{run}/coverage": Operation("List what of a model is observed", "Coverage"),
     "GET /runs/{run}/series": Operation("Read a metric over steps", "Series"),
     "GET /runs/{run}/heatmap": Operation("Read a metric of all layers over steps", "Heatmap"),
+    "GET /runs/{run}/readiness": Operation("Is a run ready for FP8?", "Readiness"),
     "GET /runs/{run}/baselines": Operation("List a run's baselines", "BaselinePage"),
     "GET /runs/{run}/export": Operation("Export a run", "Bundle"),
     "GET /compare": Operation("Compare the losses of two runs", "Comparison"),
@@ -86,6 +90,7 @@ OPERATIONS: dict[str, Operation] = {
     "GET /runs/{run}/events": Operation("Follow a run live", kind="text/event-stream"),
 }
 
+_SCHEMAS = {**SCHEMAS, **REPORT_SCHEMAS}
 _CHOICES: dict[str, Schema] = {
     "operand": one_of(OPERANDS),
     "layout": one_of(LAYOUTS),
@@ -97,6 +102,7 @@ _STATES = {
     "/runs/{run}/decisions": DECISION_STATES,
     "/runs/{run}/alerts": STATES,
 }
+_STATUSES = {"/runs/{run}/coverage": COVERAGE_STATUSES}
 _PROBLEMS = {
     400: "The body cannot be read.",
     401: "No known token was sent.",
@@ -140,7 +146,7 @@ def document(app: FastAPI) -> dict[str, Any]:
     held = components.setdefault("schemas", {})
     for framework_own in ("HTTPValidationError", "ValidationError"):
         held.pop(framework_own, None)
-    held.update(SCHEMAS)
+    held.update(_SCHEMAS)
     components["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
     return made
 
@@ -159,7 +165,7 @@ def _complete(operation: dict[str, Any], known: Operation) -> None:
             "content": {known.kind: {"schema": {"type": "string"}}},
         }
     elif known.answer is not None:
-        description = SCHEMAS[known.answer]["description"]
+        description = _SCHEMAS[known.answer]["description"]
         content = {JSON: {"schema": ref(known.answer)}}
         if known.answer == "Bundle":
             content["application/x-ndjson"] = {"schema": {"type": "string"}}
@@ -184,6 +190,8 @@ def _complete_parameter(path: str, parameter: dict[str, Any]) -> None:
         schema = {**_CHOICES[name], **({"default": schema["default"]} if "default" in schema else {})}
     elif name == "state" and path in _STATES:
         schema = one_of(_STATES[path])
+    elif name == "status" and path in _STATUSES:
+        schema = one_of(_STATUSES[path])
     elif schema.get("type") == "string" and parameter["in"] != "header":
         schema = {**NAME, **schema}
     parameter["schema"] = schema

@@ -12,6 +12,7 @@ from fp8_safeguard.server.alertlog import count_alerts, is_silenced, standing_of
 from fp8_safeguard.server.answers import rfc3339
 from fp8_safeguard.server.audit import plan_from
 from fp8_safeguard.server.branch import Segment, live_branch, segment_rows
+from fp8_safeguard.server.clientreports import sampling_of
 from fp8_safeguard.server.paging import DEFAULT_PAGE, decode_token, encode_token
 from fp8_safeguard.server.runlookup import find_run
 from fp8_safeguard.server.store import freshness_of
@@ -203,6 +204,7 @@ def detail_of(conn: Connection, row: Row[Any]) -> dict[str, Any]:
         "alerts": count_alerts(conn, row.id).to_dict(),
         "conflicts": newest.conflicts,
         "last_conflict_step": newest.last_conflict_step,
+        "sampling": sampling_of(conn, row.id),
     }
 
 

@@ -179,3 +179,15 @@ nonfinite_totals = Table(
     Column("operand", Text, primary_key=True),
     Column("total", BigInteger, nullable=False),
 )
+
+client_reports = Table(
+    "client_reports",
+    metadata,
+    Column("attempt_id", BigId, ForeignKey("attempts.id", ondelete="CASCADE"), primary_key=True),
+    Column("group", Text, primary_key=True),
+    # coverage or sampling.
+    Column("kind", Text, primary_key=True),
+    # Of the sample that brought it.
+    Column("step", BigInteger, nullable=False),
+    Column("body", Text, nullable=False),
+)

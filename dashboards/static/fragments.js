@@ -31,14 +31,14 @@ class PageError extends Error {
   }
 }
 
-/** Children are exchanged; focus and open menus are found again by their data-key. */
+/** Children are exchanged; focus, and what was opened or closed, are found again by their data-key. */
 function swap(old, next) {
   const focused = old.contains(document.activeElement) ? document.activeElement.dataset.key : undefined;
-  const open = [...old.querySelectorAll("details[open][data-key]")].map((each) => each.dataset.key);
+  const details = [...old.querySelectorAll("details[data-key]")].map((each) => [each.dataset.key, each.open]);
   shown.set(old, next.innerHTML);
   old.className = next.className;
   old.replaceChildren(...next.childNodes);
-  for (const key of open) byKey(old, key)?.setAttribute("open", "");
+  for (const [key, open] of details) byKey(old, key)?.toggleAttribute("open", open);
   if (focused) byKey(old, focused)?.focus();
 }
 

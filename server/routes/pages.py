@@ -9,8 +9,9 @@ from fastapi.responses import HTMLResponse, Response
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from sqlalchemy import Connection
 
-from fp8_safeguard.dashboards import alerts, decisions, metrics, slices, view
+from fp8_safeguard.dashboards import alerts, coverage, decisions, metrics, slices, view
 from fp8_safeguard.dashboards.address import read_view
+from fp8_safeguard.monitor.coverage import STATUSES
 from fp8_safeguard.monitor.wire import MODES
 from fp8_safeguard.server import query, slotlists
 from fp8_safeguard.server.auth import SESSION_COOKIE, require, scopes_of
@@ -24,6 +25,7 @@ LIST_RUNS = 500
 LIST_ALERTS = 1000
 LIST_DECISIONS = 200
 SHOWN_ALERTS = 100
+SHOWN_MATRICES = 200
 
 # Plotly draws heatmap cells into data: images and sets inline styles. Nothing is evaluated, no other host is reached.
 CONTENT_SECURITY_POLICY = (
@@ -97,6 +99,7 @@ def run_page(request: Request, conn: Reading, run: str) -> Response:
         total=len(layers),
         signed_in=SESSION_COOKIE in request.cookies,
         may_control=bool({"control", "admin"} & scopes_of(request)),
+        coverage=_coverage(conn, run, detail),
         **_worst(conn, run, shown.q),
         **_alerts(conn, run, detail, shown.chips),
         decisions=decisions.decision_rows(
@@ -111,6 +114,18 @@ def _worst(conn: Connection, run: str, q: str) -> dict[str, Any]:
     items = query.layers(conn, run, order_by="severity", page_size=10**6)["items"]
     kept = [item for item in items if slices.layer_matches(item["layer"], q)]
     return {"layers": view.layer_rows(kept[:TABLE_LAYERS]), "matching": len(kept)}
+
+
+def _coverage(conn: Connection, run: str, detail: dict[str, Any]) -> coverage.CoverageView | None:
+    """What is observed, what is not first; None for a run whose client has not said."""
+    shown: list[dict[str, Any]] = []
+    for status in reversed(STATUSES):
+        if len(shown) < SHOWN_MATRICES:
+            page = query.coverage(conn, run, status=status, page_size=SHOWN_MATRICES - len(shown))
+            shown += page["items"]
+    if page["step"] is None:
+        return None
+    return coverage.coverage_view(page["counts"], shown, detail["sampling"])
 
 
 def _alerts(conn: Connection, run: str, detail: dict[str, Any], chips: tuple[str, ...]) -> dict[str, Any]:

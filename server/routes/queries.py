@@ -39,6 +39,21 @@ def layers(
     )
 
 
+@router.get("/runs/{run}/coverage")
+def coverage(
+    conn: Viewing,
+    run: str,
+    status: str | None = None,
+    q: str | None = None,
+    page_size: PageSize = DEFAULT_PAGE,
+    page_token: str | None = None,
+) -> StrictJSONResponse:
+    """Weight matrices that are observed, adapted or not observed, with the reason; `counts` are over all of them."""
+    return StrictJSONResponse(
+        query.coverage(conn, run, status=status, q=q, page_size=page_size, page_token=page_token)
+    )
+
+
 @router.get("/runs/{run}/series")
 def series(
     conn: Viewing,
@@ -99,6 +114,12 @@ def heatmap(
             max_cols=max_cols,
         )
     )
+
+
+@router.get("/runs/{run}/readiness")
+def readiness(conn: Viewing, run: str, from_step: Step = None, to_step: Step = None) -> StrictJSONResponse:
+    """Whether each GEMM could run in FP8, over a range of steps; of a long one its newest steps, which are counted."""
+    return StrictJSONResponse(query.readiness(conn, run, from_step=from_step, to_step=to_step))
 
 
 @router.get("/runs/{run}/baselines")

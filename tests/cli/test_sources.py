@@ -25,6 +25,7 @@ QUESTIONS = {
     ("layers", "sick-7b"): "/runs/sick-7b/layers",
     ("alerts", "sick-7b"): "/runs/sick-7b/alerts",
     ("decisions", "sick-7b"): "/runs/sick-7b/decisions",
+    ("report", "sick-7b"): "/runs/sick-7b/readiness",
 }
 
 

@@ -44,7 +44,7 @@ def plain(text: str) -> list[str]:
     return re.sub(r"\x1b\[[0-9;]*m", "", text).replace("\r\n", "\n").splitlines()
 
 
-@pytest.mark.parametrize("command", READING)
+@pytest.mark.parametrize("command", [*READING, "report"])
 def test_a_terminal_of_80_columns_is_never_overrun(service: Any, command: str) -> None:
     shown = plain(on_terminal(command, "--server", service.url, columns=80))
     assert max(map(len, shown)) <= 80

@@ -65,7 +65,9 @@ def test_axe_finds_nothing_serious_in_any_state(
     theme: str,
 ) -> None:
     ended = make_trainer(server_url, "ended", ["a", "b"])
-    ended.post(0)
+    missing = {"name": "wte", "shape": [64, 8], "status": "not observed", "reason": "embedding: no GEMM"}
+    seen = {**missing, "name": "a", "status": "observed", "reason": ""}
+    ended.post(0, coverage=[missing, seen] * 9, sampling={"every": 40, "budget": 0.01})
     httpx2.patch(f"{server_url}/api/v1/runs/ended", json={"ended": True})
     page = open_page(theme)
     found: dict[str, list[str]] = {}

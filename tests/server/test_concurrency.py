@@ -120,7 +120,7 @@ def test_b47_b59_processes_that_migrate_and_replay_together_store_each_slot_once
     writers = [
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)
     ]
-    assert all(writer.stdout and writer.stdout.readline() == "0002\n" for writer in writers)
+    assert all(writer.stdout and writer.stdout.readline() == "0003\n" for writer in writers)
     for writer in writers:
         assert writer.stdin
         writer.stdin.write("\n")

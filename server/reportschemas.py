@@ -1,0 +1,82 @@
+"""JSON schemas of what reports answer: coverage and readiness."""
+
+from fp8_safeguard.monitor.coverage import STATUSES
+from fp8_safeguard.monitor.readings import VERDICTS
+from fp8_safeguard.monitor.slots import GEMMS
+from fp8_safeguard.server.apischemas import (
+    COUNT,
+    FLAG,
+    MATRIX,
+    MEASURED,
+    SHARE,
+    TEXT,
+    Schema,
+    listed,
+    maybe,
+    one_of,
+    record,
+    ref,
+)
+
+REPORT_SCHEMAS: dict[str, Schema] = {
+    "Coverage": record(
+        "A page of weight matrices; counts are over all of them, step is that of the newest report.",
+        {
+            "items": listed(record("A weight matrix.", {**MATRIX, "measured": FLAG})),
+            "next_page_token": maybe(TEXT),
+            "counts": record("Matrices by status.", dict.fromkeys(STATUSES, COUNT)),
+            "step": maybe(COUNT),
+        },
+    ),
+    "Readiness": record(
+        "The verdict on every GEMM over the steps that were used, the newest of the range.",
+        {
+            "run": TEXT,
+            **dict.fromkeys(("from_step", "to_step"), maybe(COUNT)),
+            **dict.fromkeys(("steps_used", "steps_in_range"), COUNT),
+            "summary": record(
+                "What the items say together; the ratios are over all GEMMs and all layers.",
+                {
+                    "verdict": one_of(("ready", "ready_with_bf16", "not_ready")),
+                    "sentence": TEXT,
+                    **dict.fromkeys(("gemms", "layers"), COUNT),
+                    "counts": record("GEMMs by verdict.", dict.fromkeys(VERDICTS, COUNT)),
+                    **dict.fromkeys(("safe_ratio", "keep_bf16_ratio"), SHARE),
+                    "keep_bf16_layers": listed(TEXT),
+                    "budget_ratio": {"type": "number"},
+                },
+            ),
+            "items": listed(ref("ReadinessRow")),
+        },
+    ),
+    "ReadinessRow": record(
+        "The verdict on one GEMM; best is the best what-if where plain FP8 is not safe.",
+        {
+            "layer": TEXT,
+            "gemm": one_of(GEMMS),
+            "verdict": one_of(VERDICTS),
+            "reason": TEXT,
+            "source": maybe(one_of(("shadow", "emulated", "measured"))),
+            "samples": COUNT,
+            **dict.fromkeys(("error_median", "error_worst", "error_latest"), MEASURED),
+            **dict.fromkeys(("error_worst_step", "error_latest_step", "underflow_step"), maybe(COUNT)),
+            "threshold": {"type": "number"},
+            **dict.fromkeys(("underflow", "rows_flushed"), MEASURED),
+            "underflow_slot": maybe(TEXT),
+            "nonfinite_samples": COUNT,
+            "best": maybe(
+                record(
+                    "A what-if.",
+                    {
+                        "variant": TEXT,
+                        "verdict": one_of(VERDICTS),
+                        **dict.fromkeys(("error_median", "error_worst"), MEASURED),
+                        "samples": COUNT,
+                        "threshold": {"type": "number"},
+                    },
+                )
+            ),
+            "remedy": maybe(TEXT),
+        },
+    ),
+}

@@ -1,0 +1,157 @@
+"""The readiness report: formats, files, ranges, exit codes, and names that are hostile."""
+
+import csv
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+NAMES = ("blocks.0.mlp.up", 'blocks.1/a "b"\n\x1b[31m%')
+
+
+@pytest.fixture(scope="module")
+def ready(service: Any) -> Any:
+    """The service with a run that is ready but for one layer of eight: its what-if in E5M2 is safe."""
+    counts = {"count": 65536, "nan": 0, "inf": 0, "amax": 4.5, "sum_sq": 65536.0, "sum_sq_q": 65540.0}
+    for step in range(6):
+        slots = [{"index": n, "layer": f"layers.{n}.a|b", "gemm": "fprop"} for n in range(8)]
+        slots.append({**slots[0], "variant": "x_e5m2", "emulated": True})
+        errors = [0.4, *[0.03] * 7, 0.06]
+        body = {
+            "schema": 1,
+            "attempt": {"id": "0"},
+            "group": "0",
+            "step": step,
+            "slots": slots,
+            "columns": {
+                **{name: [value] * 9 for name, value in counts.items()},
+                **{name: [None] * 9 for name in ("zeros", "underflow", "saturated")},
+                "sum_sq_err": [65536.0 * error**2 for error in errors],
+            },
+        }
+        answer = httpx2.post(f"{service.url}/api/v1/runs/one-sick-layer/samples", json=body)
+        assert answer.status_code == 200, answer.text
+    return service
+
+
+def ask(cli: Callable[..., Any], service: Any, run: str, *more: str) -> Any:
+    return cli("report", run, "--server", service.url, *more)
+
+
+def test_the_verdict_comes_first_and_the_worst_gemm_next(ready: Any, cli: Callable[..., Any]) -> None:
+    said = ask(cli, ready, "one-sick-layer")
+    lines = said.out.splitlines()
+    assert (said.code, said.err) == (0, "")
+    assert lines[0] == "one-sick-layer: ready with 1 layer kept in BF16"
+    assert lines[1].split() == [
+        "layer",
+        "gemm",
+        "verdict",
+        "error",
+        "worst",
+        "at",
+        "step",
+        "limit",
+        "samples",
+        "remedy",
+    ]
+    assert lines[2].split(None, 3)[:3] == ["layers.0.a|b", "fprop", "keep_bf16"]
+    assert "40 %" in lines[2]
+    assert "safe with e5m2 for x (6 %)" in lines[2]
+    assert [line.split()[2] for line in lines[3:10]] == ["safe"] * 7
+    assert lines[10:] == [
+        "8 GEMMs of 8 layers: 7 safe, 1 keep_bf16",
+        "keep in BF16 (12.5 % of the layers, budget 15 %): layers.0.a|b",
+        "steps 0 to 5, 6 sampled",
+        "layers.0.a|b fprop: error 40 % at step 0: beyond 15 % one sample is enough",
+    ]
+
+
+def test_json_is_the_servers_answer_and_takes_the_range(ready: Any, cli: Callable[..., Any]) -> None:
+    served = ready.get("/runs/one-sick-layer/readiness", from_step=2, to_step=4)
+    for form in (("--json",), ("--format", "json"), ("--json", "--format", "json")):
+        said = ask(cli, ready, "one-sick-layer", "--from-step", "2", "--to-step", "4", *form)
+        assert said.json == served
+    assert (served["from_step"], served["to_step"], served["items"][0]["samples"]) == (2, 4, 3)
+    local = cli(
+        *("report", "one-sick-layer", "--json", "--from-step", "2", "--to-step", "4"),
+        *("--database-url", ready.database_url),
+    )
+    assert local.json == served
+
+
+def test_csv_has_one_line_a_gemm_with_every_number(ready: Any, cli: Callable[..., Any]) -> None:
+    said = ask(cli, ready, "one-sick-layer", "--format", "csv")
+    rows = list(csv.DictReader(io.StringIO(said.out)))
+    served = ready.get("/runs/one-sick-layer/readiness")["items"]
+    assert len(rows) == len(served) == 8
+    for row, item in zip(rows, served, strict=True):
+        for name, value in item.items():
+            if name != "best":
+                assert row[name] == ("" if value is None else str(value)), name
+    assert (rows[0]["best_variant"], float(rows[0]["best_error_median"])) == ("x_e5m2", pytest.approx(0.06))
+    assert rows[1]["best_variant"] == ""
+
+
+def test_markdown_is_a_table_whatever_a_layer_is_called(ready: Any, cli: Callable[..., Any]) -> None:
+    lines = ask(cli, ready, "one-sick-layer", "--format", "markdown").out.splitlines()
+    assert lines[0] == "# one-sick-layer: ready with 1 layer kept in BF16"
+    table = [line for line in lines if line.startswith("|")]
+    assert len(table) == 10
+    cells = {line.replace("\\|", "").count("|") for line in table}
+    assert cells == {12}
+    assert table[2].startswith("| layers.0.a\\|b | fprop | keep\\_bf16 | 40 % |")
+    hostile = ask(cli, ready, "sick-7b", "--format", "markdown").out
+    assert "\x1b" not in hostile
+    assert hostile.count("\n|") == len([line for line in hostile.splitlines() if line.startswith("|")])
+
+
+def test_a_hostile_name_does_not_steer_the_terminal(ready: Any, cli: Callable[..., Any]) -> None:
+    said = ask(cli, ready, "sick-7b")
+    assert "\x1b" not in said.out
+    assert 'blocks.1/a "b"\\n\\x1b[31m%' in said.out
+    rows = list(csv.DictReader(io.StringIO(ask(cli, ready, "sick-7b", "--format", "csv").out)))
+    assert {row["layer"] for row in rows} == set(NAMES)
+
+
+def test_a_file_is_written_whole_and_never_replaced_unasked(
+    ready: Any, cli: Callable[..., Any], tmp_path: Path
+) -> None:
+    target = tmp_path / "ready.txt"
+    said = ask(cli, ready, "one-sick-layer", "--output", str(target))
+    assert (said.code, said.out) == (0, "")
+    assert said.err.startswith("one-sick-layer: ready with 1 layer kept in BF16; written to")
+    assert target.read_text() == ask(cli, ready, "one-sick-layer").out
+    target.write_text("mine")
+    assert ask(cli, ready, "one-sick-layer", "-o", str(target)).code == 1
+    assert target.read_text() == "mine"
+    replaced = ask(cli, ready, "one-sick-layer", "-o", str(target), "--force", "--format", "json")
+    assert replaced.code == 0
+    assert json.loads(target.read_text())["run"] == "one-sick-layer"
+
+
+def test_exit_codes(ready: Any, cli: Callable[..., Any]) -> None:
+    assert ask(cli, ready, "sick-7b").code == 0
+    assert ask(cli, ready, "sick-7b", "--exit-code").code == 1
+    assert ask(cli, ready, "one-sick-layer", "--exit-code").code == 0
+    missing = ask(cli, ready, "never-seen")
+    assert (missing.code, missing.out) == (1, "")
+    assert "no run 'never-seen' (404)" in missing.err
+    for wrong in (
+        ("--from-step", "-1"),
+        ("--from-step", "5", "--to-step", "2"),
+        ("--json", "--format", "csv"),
+    ):
+        refused = ask(cli, ready, "one-sick-layer", *wrong)
+        assert (refused.code, refused.out) == (2, ""), wrong
+        assert refused.err
+
+
+def test_a_range_without_samples_says_so(ready: Any, cli: Callable[..., Any]) -> None:
+    said = ask(cli, ready, "one-sick-layer", "--from-step", "100")
+    assert said.out == "one-sick-layer: not ready: no GEMM was measured in these steps\n"
+    assert "| " not in ask(cli, ready, "one-sick-layer", "--from-step", "100", "--format", "markdown").out
