@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 export PYTHONSAFEPATH := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-kernels test-triton36 test-all check readme screenshots fmt clean
+.PHONY: help setup demo serve test test-kernels test-triton36 test-slow test-all peers check readme screenshots fmt clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-15s %s\n", $$1, $$2}'
@@ -40,7 +40,18 @@ test-kernels: setup  ## Run the Triton kernels' suites: interpreter, then compil
 test-triton36: setup  ## Compile the Triton kernels with Triton 3.6 too, in an environment of its own (four minutes)
 	$(BIN)/python tests/compile/other_triton.py 3.6.0
 
-test-all: test test-kernels  ## Run all tests, the slower suites too
+# Not dependencies of the project: constraints.txt has their versions.
+test-slow: setup  ## Run the hooks on real frameworks, on two processes, for ten thousand steps (about four minutes)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt transformers peft torchao accelerate
+	FP8_SAFEGUARD_SLOW=1 $(BIN)/python -m pytest -q tests/frameworks tests/slow
+
+test-all: test test-kernels test-slow  ## Run all tests, the slower suites too
+
+# Tools to compare with: an environment of their own, so that theirs never decide which versions we test.
+peers:  ## Make .venv-peers, in which benchmarks/hook_overhead.py --peers runs
+	$(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train]' \
+	  wandb transformers nvdlfw-inspect mindstudio-probe torch-module-monitor tensorboard
 
 check: setup  ## Lint, types, import contracts, docs
 	$(BIN)/ruff format --check .
@@ -62,4 +73,4 @@ fmt: setup  ## Format the code
 	$(BIN)/ruff check --fix .
 
 clean:  ## Remove everything that setup and the tests made
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage
+	rm -rf $(VENV) .venv-peers build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage

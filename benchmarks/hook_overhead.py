@@ -1,6 +1,4 @@
-"""What the hooks cost a training step, in CPU time over whole sampling cycles."""
-
-# Shapes: B sequences, T tokens of a sequence, D width, V vocabulary.
+"""What the hooks cost a training step, in CPU time over whole sampling cycles, and what other tools cost."""
 
 from __future__ import annotations
 
@@ -9,153 +7,87 @@ import json
 import logging
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))  # the safe path setting leaves it out
 import harness
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from overhead import import_cost, peers, table
+from overhead.arms import Observed, Plain
+from overhead.rows import Phase
 
-from fp8_safeguard.hooks import Guard, attach
-
-WIDTH, LAYERS, HEADS, VOCABULARY, SEQUENCE, BATCH = 512, 2, 8, 1024, 256, 4
-
-
-class Block(nn.Module):
-    """Attention and MLP of four plain linear layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        batch, tokens, _ = x_BTD.shape
-        qkv = self.qkv(self.norm1(x_BTD)).view(batch, tokens, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
-        mixed = scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], is_causal=True)
-        x_BTD = x_BTD + self.out(mixed.transpose(1, 2).reshape(batch, tokens, WIDTH))
-        return x_BTD + self.down(nn.functional.gelu(self.up(self.norm2(x_BTD))))
+EVERY = 10
+"""The hooks' default: a sampling cycle is so many steps."""
+NEVER = 10**9
+"""`every` of hooks that are attached and sample nothing after step 0."""
 
 
-class Trainer:
-    """A small GPT, its optimizer and one batch."""
-
-    def __init__(self, dtype: str) -> None:
-        torch.manual_seed(0)
-        self.model = nn.Sequential(
-            nn.Embedding(VOCABULARY, WIDTH), *(Block() for _ in range(LAYERS)), nn.Linear(WIDTH, VOCABULARY)
-        )
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-4)
-        self.tokens_BT = torch.randint(VOCABULARY, (BATCH, SEQUENCE + 1))
-        self.bf16 = dtype == "bf16"
-
-    def step(self) -> None:
-        """Forward, backward, update."""
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.bf16):
-            logits = self.model(self.tokens_BT[:, :-1])
-        cross_entropy(logits.float().flatten(0, 1), self.tokens_BT[:, 1:].flatten()).backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+def phases(options: argparse.Namespace, folder: Path) -> list[Phase]:
+    """Hooks with their default and switched off, before a peer is imported; then all that look at every step."""
+    found = []
+    long, short, steps = (3, 5, 1) if options.quick else (20, 20, 2)
+    for dtype in ("fp32", "bf16"):
+        arms: list[Plain] = [
+            Observed(f"default_{dtype}", dtype, EVERY, every=EVERY, spool=str(folder)),
+            Observed(f"off_{dtype}", dtype, EVERY, every=NEVER, spool=str(folder)),
+        ]
+        found.append(Phase(f"default_{dtype}", dtype, arms, rounds=long, steps=EVERY))
+    for dtype in ("fp32", "bf16"):
+        arms = [Observed(f"every_step_{dtype}", dtype, steps, every=1, spool=str(folder))]
+        if options.peers:
+            names = {peer: f"{peer.case}_{dtype}" for peer in peers.PEERS}
+            arms += [peer(name, dtype, steps, folder=folder / name) for peer, name in names.items()]
+        found.append(Phase(f"every_step_{dtype}", dtype, arms, rounds=short, steps=steps))
+    return found
 
 
-class Plain:
-    """That many steps without hooks."""
-
-    def __init__(self, dtype: str, steps: int) -> None:
-        self.dtype, self.steps = dtype, steps
-        self.trainer: Trainer | None = None
-
-    def __call__(self) -> None:
-        if self.trainer is None:
-            self.trainer = self.begin()
-        for _ in range(self.steps):
-            self.trainer.step()
-
-    def begin(self) -> Trainer:
-        """The trainer, built when it is needed."""
-        return Trainer(self.dtype)
-
-
-class Observed(Plain):
-    """The same with hooks: a whole number of sampling cycles, the sender's work included."""
-
-    def __init__(self, dtype: str, steps: int, every: int, spool: str) -> None:
-        super().__init__(dtype, steps)
-        self.every, self.spool = every, spool
-        self.guard: Guard | None = None
-
-    def begin(self) -> Trainer:
-        """The trainer with a guard on its model."""
-        trainer = Trainer(self.dtype)
-        self.guard = attach(
-            trainer.model, every=self.every, run=f"every-{self.every}-{self.dtype}", spool_dir=self.spool
-        )
-        return trainer
-
-    def __call__(self) -> None:
-        super().__call__()
-        if self.guard is not None:
-            self.guard.flush(60)
-
-    def accounted_seconds(self) -> float:
-        """Time inside our own code on the training thread, in CPU seconds of a step.
-
-        It is counted by the wall clock: its share of the wall time, times the CPU time, is the same on a busy
-        machine and on an idle one.
-        """
-        assert self.guard is not None
-        spent, wall, cpu = self.guard.spent_seconds, time.perf_counter(), time.process_time()
-        self()
-        share = (self.guard.spent_seconds - spent) / (time.perf_counter() - wall)
-        return share * (time.process_time() - cpu) / self.steps
-
-    def end(self) -> None:
-        """Take the guard off."""
-        if self.guard is not None:
-            self.guard.detach()
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """The report as its JSON's dict."""
+    rows: list[dict[str, Any]] = []
+    controls: dict[str, dict[str, float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for phase in phases(options, Path(folder)):
+            found = phase.run()
+            controls[phase.name] = phase.control
+            rows += found
+            table.print_phase(phase.name, phase.control, found)
+    rows.append(import_cost.row(3 if options.quick else 9))
+    table.print_row(rows[-1])
+    return {
+        "benchmark": "hook_overhead",
+        "commit": harness.commit(),
+        "machine": harness.machine(),
+        "control": controls["default_fp32"],
+        "controls": controls,
+        "rows": rows,
+    }
 
 
-KINDS = (("default", 10, 10, 1.10), ("off", 10**9, 10, 1.02), ("every_step", 1, 2, None))
-"""Name, `every`, steps timed together, goal. `off` is attached and never samples (after step 0)."""
-
-
-def cases(spool: str) -> Sequence[harness.Case]:
-    """Each kind of attachment in float32 and bfloat16 autocast, against the same training without hooks."""
-    return [
-        harness.Case(
-            name=f"{kind}_{dtype}",
-            ours=Observed(dtype, steps, every, spool),
-            baseline=Plain(dtype, steps),
-            goal=goal,
-        )
-        for kind, every, steps, goal in KINDS
-        for dtype in ("fp32", "bf16")
-    ]
-
-
-def main() -> None:
-    """Run every case, print the table, write it as JSON if asked to. Values are milliseconds of one timing."""
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options, checked before anything is measured."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
-    parser.add_argument("--quick", action="store_true", help="fewer pairs")
-    options = parser.parse_args()
+    parser.add_argument("--quick", action="store_true", help="fewer and shorter rounds: four minutes at most")
+    parser.add_argument("--peers", action="store_true", help="other tools too (about twenty minutes)")
+    options = parser.parse_args(arguments)
     harness.require_writable(parser, options.json)
+    lacking = peers.missing() if options.peers else []
+    if lacking:
+        parser.error(
+            f"--peers needs {', '.join(lacking)}, not installed here: run `{peers.INSTALL}`, then "
+            f"`{peers.PYTHON} benchmarks/hook_overhead.py --peers`; or leave --peers out"
+        )
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run every case, print the table, write it as JSON if asked to. Values are CPU milliseconds a step."""
+    options = parse(arguments)
     torch.set_num_threads(1)
     logging.getLogger("fp8_safeguard").setLevel(logging.ERROR)
-    with tempfile.TemporaryDirectory() as spool:
-        listed = cases(spool)
-        report = harness.run("hook_overhead", listed, pairs=3 if options.quick else 12)
-        for case, row in zip(listed, report["rows"], strict=True):
-            assert isinstance(case.ours, Observed)
-            row["accounted_ms_per_step"] = 1e3 * case.ours.accounted_seconds()
-            case.ours.end()
-    harness.print_table(report)
-    for row in report["rows"]:
-        print(f"  {row['case']:<48} {row['accounted_ms_per_step']:9.3f} ms a step inside our code")
+    report = measure(options)
     if options.json is not None:
         options.json.write_text(json.dumps(report, indent=2) + "\n")
 

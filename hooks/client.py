@@ -29,6 +29,7 @@ BATCH_BYTES = 4 * 2**20
 """Most that one request carries, unless a single sample is larger: replies to fresh samples come soon."""
 REQUEST_SECONDS = 60.0
 """Longest that one request may take, however slowly its answer trickles in."""
+ACCEPTED_LISTS = 1024  # slot lists that are named by their digest; beyond it all are sent whole once more
 DISK_SECONDS = 2.0
 """Longest that the end waits, beyond its time-out, for the last samples to be on disk."""
 _FORK_SECONDS = 1.0
@@ -322,7 +323,8 @@ class Client:
         own = self._backlog.is_own(store)
         for entry, named, answer in zip(entries, by_id, answers.each, strict=True):
             if answer.kind == "accepted":
-                self._accepted.add(entry.slots_id)
+                full = len(self._accepted) >= ACCEPTED_LISTS
+                self._accepted = {entry.slots_id, *(() if full else self._accepted)}
                 arrived.append(entry)
                 if own:
                     self._reply(answer.body)

@@ -4,9 +4,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -41,16 +44,42 @@ class StepState:
     outer_calls: int = 0
     """Forward calls outside backward: with any of them a call inside backward is a checkpoint's repetition."""
     w_measured: bool = False
+    cleared: bool = False
+    """Whether the rows of all experts were emptied for those that come one by one."""
+    codes: tuple[int, int, Any] | None = None
+    """Where the measured weight lies and its version, and its FP8 codes (recompute.QuantisedWeight) for its GEMMs."""
+    forwards: int = 0
+    """Counted forwards of one of our own layers, and what of their backwards was counted."""
+    dgrads: int = 0
+    wgrads: int = 0
+    node: Any = None
+    """Where in the graph the weight's gradient arrives."""
+    owed: int = 0
+    """Counted forwards whose output has had no gradient yet, though it can have one."""
     precision: LinearPrecision | None = None
     gain_K: Tensor | None = None
     """The layer's input gain at its forward."""
+    uses: dict[int, Any] = field(default_factory=dict)
+    """Forwards of compiled graphs whose backward is still to come, by token."""
+    sites: dict[int, list[int]] = field(default_factory=dict)
+    """Tokens of the forwards that each place of such a graph has made and no checkpoint has repeated."""
 
 
 class ObservedLayer:
     """A module with a weight GEMM, by name; the module itself is only weakly held."""
 
     def __init__(
-        self, name: str, module: nn.Module, *, own: bool, transposed: bool, experts: int, first_row: int
+        self,
+        name: str,
+        module: nn.Module,
+        *,
+        own: bool,
+        transposed: bool,
+        experts: int,
+        first_row: int,
+        attribute: str = "weight",
+        functional: bool = False,
+        own_forward: bool = False,
     ) -> None:
         self.name = name
         self.module = weakref.ref(module)
@@ -58,16 +87,58 @@ class ObservedLayer:
         """One of our FP8 layers: its real GEMMs are compared, and a plan can change it."""
         self.transposed = transposed
         """The weight is [K, N], as in GPT-2's Conv1D."""
-        self.experts = experts
+        self.all_experts = experts
+        self._expert: int | None = None
+        self.attribute = attribute
+        """Name of the weight in its module."""
+        self.functional = functional
+        """The module multiplies with this weight by a function of its own, not as a linear layer."""
+        self.traced = False
+        """Whether a compiler has seen the module of a functional layer."""
+        self.bypassed = False
+        """Others multiply with its weight; the module itself is not called."""
         self.rows = [first_row + part * experts for part in Part]
         self.slots = [_slot(name, part, emulated=not own) for part in Part]
         self.step = StepState()
+        self.own_forward = own_forward
+        """The output may be more than x w^T + b: it is not compared."""
         self.seen = False
-        """Whether any sample so far contains this layer."""
+        """Whether a forward of it was counted in any sample so far."""
+        self.seen_at = -10
+        """The sample, by its count since attach(), that saw it last."""
+        self.answered = False
+        """Whether a gradient of its output was counted in any sample so far."""
+        self.remark = ""
+        """Why it cannot be read here, where that was found out; a note on how it is observed, where it was seen."""
 
     def row(self, part: Part) -> int:
-        """First row of that part in a frame."""
-        return self.rows[part]
+        """First row of that part in a frame; inside `narrowed` its only one."""
+        return self.rows[part] + (self._expert or 0)
+
+    @property
+    def experts(self) -> int:
+        """How many rows a part has: one for each expert, inside `narrowed` one."""
+        return self.all_experts if self._expert is None else 1
+
+    @contextlib.contextmanager
+    def narrowed(self, frame: Frame, expert: int | None) -> Iterator[None]:
+        """Inside the block the layer is that one of its experts: what is measured belongs to it alone."""
+        if expert is None:
+            yield
+            return
+        self._expert = expert
+        try:
+            for row in self.rows:
+                if row in frame.filled:
+                    frame.filled.add(row + expert)
+                elif not self.step.cleared:
+                    frame.values[row : row + self.all_experts].zero_()
+            self.step.cleared = True
+            yield
+        finally:
+            self._expert = None
+            # A part is known by its first row, whichever expert was the first.
+            frame.filled.update(row for row in self.rows if row + expert in frame.filled)
 
     def enter(self, frame: Frame) -> StepState:
         """The state of the step that fills this frame."""
@@ -88,7 +159,7 @@ class ObservedLayer:
     def parameter(self) -> Tensor | None:
         """The module's weight as it is stored, found by name: its identity may change from step to step."""
         module = self.module()
-        return None if module is None else stored(module, "weight")
+        return None if module is None else stored(module, self.attribute)
 
     def trainable(self) -> list[Tensor]:
         """What an optimizer would update: the weight, or what a weight that is no parameter is computed from."""

@@ -6,6 +6,10 @@ import logging
 
 logger = logging.getLogger("fp8_safeguard")
 
+KINDS = 1000
+"""Kinds of trouble that are told apart: a name that changes with every step must not grow for ever."""
+_FURTHER = "further kinds"
+
 
 class OnceLog:
     """Logs the first trouble of each kind and counts the others, so that a fault in a hook is one line."""
@@ -16,6 +20,8 @@ class OnceLog:
 
     def warning(self, kind: str, message: str, *arguments: object) -> None:
         """Log the message the first time that this kind is seen."""
+        if kind not in self.counts and len(self.counts) >= KINDS:
+            kind, message, arguments = _FURTHER, "further kinds of trouble are counted and not told", ()
         count = self.counts.get(kind, 0)
         self.counts[kind] = count + 1
         if count == 0:

@@ -8,17 +8,29 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from typing import TypedDict
+from dataclasses import dataclass
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 
-from fp8_safeguard.kernels import LinearPrecision
+from fp8_safeguard.kernels import (
+    LinearPrecision,
+    OperandFormat,
+    QuantizedTensor,
+    native_exact,
+    quantize,
+    tensor_stats,
+    tiles,
+)
 from fp8_safeguard.kernels.round_trip import round_trip
 from fp8_safeguard.monitor.stats import COLUMNS, VECTOR_LENGTH
 
 SAMPLED_ROWS = 64
 """Output rows of each GEMM: the error is a ratio of sums over rows, so a random sample of them is exact in it."""
+
+DRAWN_AT_ONCE = 64
+"""Samples of rows."""
 
 GEMM_COLUMNS = ("count", "nan", "inf", "amax", "sum_sq", "sum_sq_q", "sum_sq_err")
 """What a recomputed GEMM reports; every other column is null."""
@@ -38,18 +50,79 @@ class RowSampler:
 
     def __init__(self, seed: int = 0) -> None:
         self.generator = torch.Generator().manual_seed(seed)
+        self._drawn: list[Tensor] = []
 
     def rows(self, total: int, device: torch.device) -> Tensor:
         """int64 [min(total, 64)], rising: one row from each of 64 equal strata, every row equally likely."""
         if total <= SAMPLED_ROWS:
             return torch.arange(total, device=device)
-        jitter = torch.rand(SAMPLED_ROWS, generator=self.generator, dtype=torch.float64)
-        position = (torch.arange(SAMPLED_ROWS) + jitter) * (total / SAMPLED_ROWS)
-        return position.to(torch.int64).clamp_(max=total - 1).to(device, non_blocking=True)
+        rows = (self._next() * (total / SAMPLED_ROWS)).to(torch.int64).clamp_(max=total - 1)
+        return rows if device.type == "cpu" else rows.to(device, non_blocking=True)
+
+    def _next(self) -> Tensor:
+        """float64 [64]: a place in each stratum, in strata. Many are drawn at a time, one costs as much."""
+        if not self._drawn:
+            shape, double = (DRAWN_AT_ONCE, SAMPLED_ROWS), torch.float64
+            places = torch.rand(shape, generator=self.generator, dtype=double, device="cpu")
+            places += torch.arange(SAMPLED_ROWS, dtype=double, device="cpu")
+            self._drawn = list(places.unbind())
+        return self._drawn.pop()
 
 
-def compare(exact: Tensor, actual: Tensor) -> Tensor:
-    """float64 [V]: x = the high-precision result, xq = the actual one, as `monitor.stats.compare` defines it."""
+@dataclass(frozen=True, slots=True)
+class QuantisedWeight:
+    """A weight's FP8 codes from the read that measured it, for its emulated GEMMs: 1 byte a weight until they are over."""
+
+    codes: QuantizedTensor
+    """[N, K] or [E, N, K] in tiles."""
+    operand: OperandFormat
+
+    def expert(self, index: int) -> QuantisedWeight:
+        """One expert's."""
+        codes = self.codes
+        one = QuantizedTensor(codes.data[index], codes.scale[index], codes.layout, codes.fmt)
+        return QuantisedWeight(one, self.operand)
+
+
+def weigh(w: Tensor, operand: OperandFormat) -> tuple[Tensor, QuantisedWeight | None]:
+    """TensorStats of a weight [N, K] or [E, N, K] in tiles, float64 [E, V], and its codes where products can use them.
+
+    One read gives both. No tile straddles two experts.
+    """
+    how: Any = {
+        "layout": "tile",
+        "fmt": operand.fmt,
+        "scale": operand.scale,
+        "multiplier": operand.multiplier,
+    }
+    if w.dim() == 3:
+        experts, features = w.shape[:2]
+        how["offsets"] = torch.arange(experts + 1, dtype=torch.int32, device=w.device) * features
+    w_NK = w.reshape(-1, w.shape[-1])
+    if not tiles.multiplies_codes(w):
+        return tensor_stats(w_NK, **how).reshape(-1, VECTOR_LENGTH), None
+    codes, vectors = quantize(w_NK, stats=True, **how)
+    vectors_EV, scale = vectors.reshape(-1, VECTOR_LENGTH), codes.scale
+    scale = scale if w.dim() == 2 else scale.reshape(w.shape[0], -1, scale.shape[-1])
+    return vectors_EV, QuantisedWeight(
+        QuantizedTensor(codes.data.view(w.shape), scale, "tile", codes.fmt), operand
+    )
+
+
+def compare(
+    exact: Tensor, actual: Tensor, rows: Tensor | None = None, bias_N: Tensor | None = None
+) -> Tensor:
+    """float64 [V]: x = the high-precision result, xq = the actual one, as `monitor.stats.compare` defines it.
+
+    `rows` are those of `actual` to take, all by default; a bias is added to `exact`.
+    """
+    if exact.dim() == 2 and exact.is_cpu and actual.is_cpu:
+        bias = None if bias_N is None else bias_N.to(exact.dtype)
+        vector = native_exact.compare_rows(exact, actual, rows, bias)
+        if vector is not None:
+            return vector
+    actual = actual if rows is None else actual[rows]
+    exact = exact if bias_N is None else exact + bias_N.to(exact.dtype)
     high, low = exact.double().flatten(), actual.double().flatten()
     error = high - low
     sums = [high.dot(high), low.dot(low), error.dot(error)]
@@ -92,18 +165,23 @@ def fprop_error(
     bias_N: Tensor | None = None,
     *,
     emulate: LinearPrecision | None = None,
+    weight: QuantisedWeight | None = None,
 ) -> Tensor:
     """float64 [V]: the layer's real output against X W^T + b of the sampled rows.
 
-    With `emulate`, the output that FP8 of that precision would give takes the place of the real one.
+    With `emulate`, the output that FP8 of that precision would give takes the place of the real one; `weight` are w's
+    codes where they are there already.
     """
-    exact_RN = matmul(x_TK[rows], w_NK.mT)
-    if emulate is not None:
-        xq_RK, wq_NK = round_trip(x_TK[rows], "row", emulate.x), round_trip(w_NK, "tile", emulate.w)
-        return compare(exact_RN, matmul(xq_RK, wq_NK.mT))
-    if bias_N is not None:
-        exact_RN = exact_RN + bias_N.to(exact_RN.dtype)
-    return compare(exact_RN, y_TN[rows])
+    exact_RN = matmul(x_TK, w_NK.mT, rows)
+    if emulate is None:
+        return compare(exact_RN, y_TN, rows, bias_N)
+    ready, x_RK = _ready(w_NK, emulate.w, weight), x_TK[rows]
+    if ready is not None:
+        return compare(
+            exact_RN, tiles.fprop(x_RK, ready, w_NK.shape[0], emulate.x, [0, len(rows)], torch.float32)
+        )
+    xq_RK, wq_NK = round_trip(x_RK, "row", emulate.x), round_trip(w_NK, "tile", emulate.w)
+    return compare(exact_RN, matmul(xq_RK, wq_NK.mT))
 
 
 def dgrad_error(
@@ -114,22 +192,23 @@ def dgrad_error(
     *,
     gain_K: Tensor | None = None,
     emulate: LinearPrecision | None = None,
+    weight: QuantisedWeight | None = None,
 ) -> Tensor:
     """float64 [V]: the layer's real input gradient against dY W of the sampled rows.
 
     A layer with an input gain sends dX * gain on: that is what is compared, since it is what the layers before
-    it learn from. `emulate` as in fprop_error; dx may then be None.
+    it learn from. `emulate` and `weight` as in fprop_error; dx may then be None.
     """
-    dy_RN = dy_TN[rows]
-    if emulate is not None:
-        actual_RK = matmul(round_trip(dy_RN, "row", emulate.dy), round_trip(w_NK, "tile", emulate.w))
-    else:
+    exact_RK = matmul(dy_TN, w_NK, rows)
+    if emulate is None:
         assert dx_TK is not None
-        actual_RK = dx_TK[rows]
-    exact_RK = matmul(dy_RN, w_NK)
-    if gain_K is not None:
-        exact_RK, actual_RK = exact_RK * gain_K, actual_RK * gain_K
-    return compare(exact_RK, actual_RK)
+        return _compare_scaled(exact_RK, dx_TK, gain_K, rows)
+    ready, dy_RN = _ready(w_NK, emulate.w, weight), dy_TN[rows]
+    if ready is not None:
+        actual_RK = tiles.dgrad(dy_RN, ready, w_NK.shape[1], emulate.dy, [0, len(rows)], torch.float32)
+    else:
+        actual_RK = matmul(round_trip(dy_RN, "row", emulate.dy), round_trip(w_NK, "tile", emulate.w))
+    return _compare_scaled(exact_RK, actual_RK, gain_K)
 
 
 def wgrad_error(
@@ -145,16 +224,35 @@ def wgrad_error(
 
     A layer with an input gain hands dW / gain to the optimizer: that is compared. `emulate` as in dgrad_error.
     """
-    dy_TR = dy_TN[:, rows]
-    if emulate is not None:
-        actual_RK = matmul(round_trip(dy_TR, "col", emulate.dy).mT, round_trip(x_TK, "col", emulate.x))
-    else:
+    exact_RK = matmul(dy_TN.mT, x_TK, rows)
+    gain = None if gain_K is None else 1.0 / gain_K
+    if emulate is None:
         assert dw_NK is not None
-        actual_RK = dw_NK[rows]
-    exact_RK = matmul(dy_TR.mT, x_TK)
-    if gain_K is not None:
-        exact_RK, actual_RK = exact_RK / gain_K, actual_RK / gain_K
-    return compare(exact_RK, actual_RK)
+        return _compare_scaled(exact_RK, dw_NK, gain, rows)
+    dy_TR = dy_TN[:, rows]
+    if tiles.usable(x_TK):
+        actual_RK = tiles.wgrad(dy_TR, x_TK, emulate.dy, emulate.x, [0, x_TK.shape[0]])[0]
+    else:
+        actual_RK = matmul(round_trip(dy_TR, "col", emulate.dy).mT, round_trip(x_TK, "col", emulate.x))
+    return _compare_scaled(exact_RK, actual_RK, gain)
+
+
+def _ready(w_NK: Tensor, operand: OperandFormat, weight: QuantisedWeight | None) -> tiles.TiledWeight | None:
+    """w as the FP8 products read it, quantised now unless its codes are there; None where there are no such products."""
+    if weight is not None and weight.operand == operand and tiles.multiplies_codes(w_NK):
+        data, scale = weight.codes.data[None], weight.codes.scale[None]
+        return tiles.TiledWeight(QuantizedTensor(data, scale, "tile", weight.codes.fmt))
+    return tiles.weight(w_NK[None], operand) if tiles.usable(w_NK) else None
+
+
+def _compare_scaled(
+    exact_RK: Tensor, actual: Tensor, gain_K: Tensor | None, rows: Tensor | None = None
+) -> Tensor:
+    """The comparison, both sides multiplied by the gain."""
+    if gain_K is None:
+        return compare(exact_RK, actual, rows)
+    actual = actual if rows is None else actual[rows]
+    return compare(exact_RK * gain_K, actual * gain_K)
 
 
 def grouped_fprop_error(
@@ -165,11 +263,14 @@ def grouped_fprop_error(
     sampler: RowSampler,
     *,
     emulate: LinearPrecision | None = None,
+    weight: QuantisedWeight | None = None,
 ) -> Tensor:
     """float64 [E, V]: `fprop_error` by expert; the 64 rows fall on experts by their share of the tokens."""
     parts = _split(sampler.rows(bounds[-1], x_TK.device), bounds)
-    pairs = zip(w_ENK, parts, strict=True)
-    return torch.stack([fprop_error(x_TK, w_NK, y_TN, rows, emulate=emulate) for w_NK, rows in pairs])
+    pairs = zip(w_ENK, parts, _by_expert(weight, len(parts)), strict=True)
+    return torch.stack(
+        [fprop_error(x_TK, w_NK, y_TN, rows, emulate=emulate, weight=each) for w_NK, rows, each in pairs]
+    )
 
 
 def grouped_dgrad_error(
@@ -181,19 +282,21 @@ def grouped_dgrad_error(
     *,
     gain_K: Tensor | None = None,
     emulate: LinearPrecision | None = None,
+    weight: QuantisedWeight | None = None,
 ) -> Tensor:
     """float64 [E, V]: `dgrad_error` by expert."""
     parts = _split(sampler.rows(bounds[-1], dy_TN.device), bounds)
     how: Judged = {"gain_K": gain_K, "emulate": emulate}
+    pairs = zip(w_ENK, parts, _by_expert(weight, len(parts)), strict=True)
     return torch.stack(
-        [dgrad_error(dy_TN, w_NK, dx_TK, rows, **how) for w_NK, rows in zip(w_ENK, parts, strict=True)]
+        [dgrad_error(dy_TN, w_NK, dx_TK, rows, weight=each, **how) for w_NK, rows, each in pairs]
     )
 
 
 def grouped_wgrad_error(
     dy_TN: Tensor,
     x_TK: Tensor,
-    dw_ENK: Tensor,
+    dw_ENK: Tensor | None,
     bounds: list[int],
     rows: Tensor,
     *,
@@ -201,9 +304,14 @@ def grouped_wgrad_error(
     emulate: LinearPrecision | None = None,
 ) -> Tensor:
     """float64 [E, V]: `wgrad_error` by expert, the same output features of each."""
-    spans = zip(bounds, bounds[1:], dw_ENK, strict=False)
+    each = [None] * (len(bounds) - 1) if dw_ENK is None else dw_ENK
+    spans = zip(bounds, bounds[1:], each, strict=False)
     how: Judged = {"gain_K": gain_K, "emulate": emulate}
     return torch.stack([wgrad_error(dy_TN[a:b], x_TK[a:b], dw_NK, rows, **how) for a, b, dw_NK in spans])
+
+
+def _by_expert(weight: QuantisedWeight | None, experts: int) -> list[QuantisedWeight | None]:
+    return [None if weight is None else weight.expert(index) for index in range(experts)]
 
 
 def _split(rows: Tensor, bounds: list[int]) -> list[Tensor]:
@@ -213,14 +321,26 @@ def _split(rows: Tensor, bounds: list[int]) -> list[Tensor]:
     return [rows[a:b] for a, b in itertools.pairwise(cuts)]
 
 
-def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b at IEEE precision whatever the trainer's autocast, TF32 or bfloat16 settings, which stay as they are.
+def matmul(a: Tensor, b: Tensor, rows: Tensor | None = None) -> Tensor:
+    """a @ b (a[rows] @ b), matrices or batches of them, as exactly as IEEE float32 multiplies.
 
-    float32 where torch multiplies it exactly as IEEE says, float64 (which has no fast modes) where it does not.
+    Whatever the trainer's autocast, TF32 or bfloat16 settings, which stay as they are: on matrix tiles where the CPU has
+    them, in float32 where torch multiplies it as IEEE says, in float64 (which has no fast modes) where it does not.
     """
+    if a.is_cpu and b.is_cpu and a.dim() == b.dim() == 2 and not _torch_is_faster(a, b, rows):
+        product = native_exact.rows_of_product(a, b, rows)
+        if product is not None:
+            return product
+    a = a if rows is None else a[rows]
     dtype = torch.float32 if _float32_is_ieee(a.device.type) else torch.float64
     with _without_autocast(a.device.type):
-        return torch.mm(a.to(dtype), b.to(dtype))
+        return torch.matmul(a.to(dtype), b.to(dtype))
+
+
+def _torch_is_faster(a: Tensor, b: Tensor, rows: Tensor | None) -> bool:
+    """Few rows of float32 by float32, and b in the order that they are multiplied in: splitting it costs as much."""
+    few = (a.shape[0] if rows is None else len(rows)) <= 2 * SAMPLED_ROWS
+    return few and a.dtype == b.dtype == torch.float32 and b.stride(-1) == 1 and _float32_is_ieee("cpu")
 
 
 def _float32_is_ieee(device_type: str) -> bool:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,21 +16,25 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fp8_safeguard.hooks.buffer import AMAX, Snapshot
+from fp8_safeguard.hooks.flags import Flags
 from fp8_safeguard.hooks.layers import GEMM_PARTS, GRADIENT_PARTS, ObservedLayer, Part
 from fp8_safeguard.hooks.once import OnceLog
+from fp8_safeguard.hooks.operands import SAMPLED_COLUMNS
 from fp8_safeguard.hooks.recompute import GEMM_COLUMNS
+from fp8_safeguard.hooks.scaling import SCALE_POWER
 from fp8_safeguard.hooks.settings import Options
 from fp8_safeguard.hooks.values import Number
 from fp8_safeguard.monitor.slots import Slot
-from fp8_safeguard.monitor.stats import COLUMNS, COUNT_COLUMNS, HISTOGRAM
+from fp8_safeguard.monitor.stats import COLUMNS, COUNT_COLUMNS, HISTOGRAM, VECTOR_LENGTH
 from fp8_safeguard.monitor.wire import Attempt, Sample
 
 logger = logging.getLogger("fp8_safeguard")
 
 Vector = NDArray[np.float64]
 
-_SCALE_POWER = {"amax": 1, "sum_sq": 2, "sum_sq_q": 2, "sum_sq_err": 2, "sum_4th": 4}
-"""How each column grows with a loss scale; block metrics do not depend on it."""
+
+MOST_SCALARS = 2**16
+"""Scalars of one step, the latest ones: where nobody ends a step they must not grow for ever."""
 
 
 @dataclass(slots=True)
@@ -38,7 +43,7 @@ class Notes:
 
     values: dict[str, Number] = field(default_factory=dict)
     """`loss`, `gradient_norm`, `learning_rate`, `tokens`, `loss_scale`."""
-    scalars: list[tuple[str, str, Number]] = field(default_factory=list)
+    scalars: deque[tuple[str, str, Number]] = field(default_factory=lambda: deque(maxlen=MOST_SCALARS))
     """(layer, name, value)."""
     found_scale: Tensor | None = None
     """Loss scale of a GradScaler that was seen at work; `loss_scale` as logged comes first."""
@@ -58,6 +63,10 @@ class StepRecord:
     plan_version: int
     effective_step: int | None
     overhead_ratio: float
+    coverage: tuple[dict[str, Any], ...] | None = None
+    """Rows of Guard.coverage(), where they have changed since the last sample that carried them."""
+    sampling: Mapping[str, Any] | None = None
+    """What the overhead budget makes of the sampling now."""
     sample: Sample | None = None
     """The finished sample, once somebody has asked for it."""
 
@@ -71,12 +80,20 @@ class SampleBuilder:
         self.attempt = Attempt(id=options.attempt)
         self.dropped = 0
         """Samples lost since attach()."""
+        self.flags = Flags(layers, options.thresholds)
+        """Layers that the finished samples, or the server, found in breach."""
         self._rows = list(_rows(layers))
+        self._index = {first_row: index for index, (_, _, first_row, _) in enumerate(self._rows)}
+        """Place in the model's order by first row."""
 
     def build(self, record: StepRecord) -> Sample:
         """The sample of a step; the same object each time. Waits for the device, so the sender calls it."""
         if record.sample is None:
             record.sample = self._build(record)
+            try:
+                self.flags.look(record.sample)
+            except Exception as error:
+                self._once.failure("looking for breaches", error)
         return record.sample
 
     def _build(self, record: StepRecord) -> Sample:
@@ -110,6 +127,8 @@ class SampleBuilder:
             nulls=nulls,
             run=run,
             scalars=tuple(scalars),
+            coverage=record.coverage,
+            sampling=record.sampling,
         )
 
     def _leave_out_nonfinite(self, run: dict[str, float]) -> None:
@@ -125,20 +144,32 @@ class SampleBuilder:
                 )
 
     def _slots(self, record: StepRecord, loss_scale: float) -> Iterator[tuple[Slot, int, Vector]]:
-        """Measured slots in the model's order: the layer's own, and its worst expert behind it."""
+        """Measured slots in the model's order, the layer's own and its worst expert behind it; then the variants."""
         values = record.snapshot.numpy()
         for index, (slot, part, first_row, experts) in enumerate(self._rows):
-            if first_row not in record.filled:
-                continue
-            mark = record.marks.get(first_row)
-            named = slot if mark is None else replace(slot, **mark)
-            vectors_EV = values[first_row : first_row + experts]
-            if part in GRADIENT_PARTS and loss_scale != 1.0:
-                vectors_EV = _unscaled(vectors_EV, loss_scale)
-            yield named, index, _merged(vectors_EV)
-            if experts > 1:
-                worst = _worst_expert(vectors_EV, gemm=part in GEMM_PARTS)
-                yield replace(named, expert=worst), index, vectors_EV[worst]
+            if first_row in record.filled:
+                mark = record.marks.get(first_row)
+                named = slot if mark is None else replace(slot, **mark)
+                vectors_EV = values[first_row : first_row + experts]
+                yield from _with_worst_expert(named, part, index, vectors_EV, loss_scale)
+        for rows in record.snapshot.variants:
+            index = self._index[rows.slot_row]
+            slot, part, _, _ = self._rows[index]
+            fmt = None if rows.fmt == "e4m3" else rows.fmt
+            named = replace(slot, variant=rows.name, emulated=True, fmt=fmt)
+            vectors_EV = values[rows.first_row : rows.first_row + rows.experts]
+            yield from _with_worst_expert(named, part, index, vectors_EV, loss_scale)
+
+
+def _with_worst_expert(
+    slot: Slot, part: Part, index: int, vectors_EV: Vector, loss_scale: float
+) -> Iterator[tuple[Slot, int, Vector]]:
+    if part in GRADIENT_PARTS and loss_scale != 1.0:
+        vectors_EV = _unscaled(vectors_EV, loss_scale)
+    yield slot, index, _merged(vectors_EV)
+    if len(vectors_EV) > 1:
+        worst = _worst_expert(vectors_EV, gemm=part in GEMM_PARTS)
+        yield replace(slot, expert=worst), index, vectors_EV[worst]
 
 
 def _rows(layers: list[ObservedLayer]) -> Iterator[tuple[Slot, Part, int, int]]:
@@ -155,7 +186,7 @@ def _merged(vectors_EV: Vector) -> Vector:
 
 def _unscaled(vectors_EV: Vector, loss_scale: float) -> Vector:
     divided = vectors_EV.copy()
-    for name, power in _SCALE_POWER.items():
+    for name, power in SCALE_POWER.items():
         divided[:, COLUMNS.index(name)] /= loss_scale**power
     return divided
 
@@ -164,29 +195,35 @@ def _worst_expert(vectors_EV: Vector, *, gemm: bool) -> int:
     """The expert with the most non-finite values, then the highest underflow (operands) or error (GEMMs)."""
     column = {name: vectors_EV[:, COLUMNS.index(name)] for name in COLUMNS}
     part, whole = ("sum_sq_err", "sum_sq") if gemm else ("underflow", "count")
-    ratio = np.divide(column[part], column[whole], out=np.zeros(len(vectors_EV)), where=column[whole] > 0)
+    # An expert without a token comes last.
+    none = np.full(len(vectors_EV), -1.0)
+    ratio = np.divide(column[part], column[whole], out=none, where=column[whole] > 0)
     return int(np.lexsort((-np.nan_to_num(ratio), -(column["nan"] + column["inf"])))[0])
 
 
 def _columns(
     vectors: list[Vector], slots: list[Slot]
 ) -> tuple[dict[str, NDArray[Any]], dict[str, NDArray[np.bool_]]]:
-    """Wire columns and their null masks; a recomputed GEMM has few columns, an operand all of them."""
-    table_SV = np.array(vectors).reshape(len(slots), -1)
+    """Wire columns and their null masks: a recomputed GEMM has few, an operand all, one sampled by tiles only rates."""
+    table_SV = np.array(vectors).reshape(len(slots), VECTOR_LENGTH)
     recomputed_S = np.array([slot.gemm is not None for slot in slots], dtype=bool)
     never_S = np.zeros(len(slots), dtype=bool)
+    # Of an operand that was sampled by tiles they say no more than rates; a count is NaN nowhere else.
+    tiles_S = np.isnan(table_SV[:, COLUMNS.index("rows")])
     columns: dict[str, NDArray[Any]] = {}
     nulls: dict[str, NDArray[np.bool_]] = {}
     for position, name in enumerate(COLUMNS):
         nulls[name] = never_S if name in GEMM_COLUMNS else recomputed_S
+        if name not in SAMPLED_COLUMNS:
+            nulls[name] = nulls[name] | tiles_S
         values_S = table_SV[:, position]
         if name in COUNT_COLUMNS:
             columns[name] = np.where(nulls[name], 0, np.nan_to_num(values_S)).astype(np.int64)
         else:
             columns[name] = np.where(nulls[name], np.nan, values_S)
-    nulls[HISTOGRAM] = recomputed_S
+    nulls[HISTOGRAM] = recomputed_S | tiles_S
     bins = np.nan_to_num(table_SV[:, len(COLUMNS) :]).astype(np.int64)
-    columns[HISTOGRAM] = np.where(recomputed_S[:, None], 0, bins)
+    columns[HISTOGRAM] = np.where(nulls[HISTOGRAM][:, None], 0, bins)
     return columns, nulls
 
 
@@ -195,26 +232,32 @@ def _as_float(value: Number) -> float:
 
 
 def log_sample(run: str, sample: Sample) -> None:
-    """One line at INFO with the worst underflow and the worst cosine of the sample, and with NaN and Inf if there are any."""
+    """One line at INFO with the worst underflow and the worst cosine of the sample, and with NaN and Inf if there are any.
+
+    What-ifs are no part of it: they did not happen.
+    """
     if not logger.isEnabledFor(logging.INFO) or not sample.slots:
         return
-    underflow, cosine = _extreme(sample, "underflow_ratio", -1.0), _extreme(sample, "cosine", 1.0)
-    nonfinite = _extreme(sample, "nonfinite_count", -1.0)
+    real = np.array([slot.variant is None for slot in sample.slots], dtype=bool)
+    underflow, cosine = (
+        _extreme(sample, metric, sign, real) for metric, sign in (("underflow_ratio", -1.0), ("cosine", 1.0))
+    )
+    nonfinite = _extreme(sample, "nonfinite_count", -1.0, real)
     logger.info(
         "%s step %d: worst underflow %s, worst cosine %s, %d slots%s",
         run,
         sample.step,
         "none" if underflow is None else f"{100 * underflow[0]:.3g} % ({underflow[1]})",
         "none" if cosine is None else f"{cosine[0]:.5f} ({cosine[1]})",
-        len(sample.slots),
+        np.count_nonzero(real),
         f", {nonfinite[0]:.0f} NaN or Inf ({nonfinite[1]})" if nonfinite and nonfinite[0] > 0 else "",
     )
 
 
-def _extreme(sample: Sample, metric: str, sign: float) -> tuple[float, str] | None:
+def _extreme(sample: Sample, metric: str, sign: float, among: NDArray[np.bool_]) -> tuple[float, str] | None:
     """Worst value of a metric and its slot; `sign` -1 where higher is worse. NaN is worst of all."""
     values = sample.table.derive(metric)
-    known = ~sample.table.undefined(metric)
+    known = among & ~sample.table.undefined(metric)
     if not known.any():
         return None
     ranked = np.where(known, np.where(np.isnan(values), -np.inf, sign * values), np.inf)

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.amp.grad_scaler import GradScaler
 from torch.optim.optimizer import Optimizer
 
-from fp8_safeguard.hooks import forking
+from fp8_safeguard.hooks import bypass, forking
+from fp8_safeguard.hooks.accounts import Accounts
+from fp8_safeguard.hooks.budget import Scope
 from fp8_safeguard.hooks.buffer import Frame, Ring
 from fp8_safeguard.hooks.client import Client
-from fp8_safeguard.hooks.clock import Clock, owns, scale_of, scaler_in_use
+from fp8_safeguard.hooks.clock import Clock, owns
 from fp8_safeguard.hooks.controls import Controls
+from fp8_safeguard.hooks.coverage import Coverage, coverage_rows
 from fp8_safeguard.hooks.layers import ObservedLayer, Part, emulated, format_of, rows_of
 from fp8_safeguard.hooks.once import OnceLog
+from fp8_safeguard.hooks.readable import capturing
+from fp8_safeguard.hooks.recent import Recent
 from fp8_safeguard.hooks.recompute import RowSampler
 from fp8_safeguard.hooks.sample import Notes, SampleBuilder, StepRecord
+from fp8_safeguard.hooks.scaling import LossScale
 from fp8_safeguard.hooks.settings import Options
+from fp8_safeguard.hooks.uses import aside, unfinished
 
 
 class Session:
@@ -38,6 +43,7 @@ class Session:
         builder: SampleBuilder,
         once: OnceLog,
         optimizer: Optimizer | None,
+        coverage: Coverage,
     ) -> None:
         self.model = weakref.ref(model)
         self.layers = layers
@@ -46,6 +52,8 @@ class Session:
         self.client = client
         self.builder = builder
         self.once = once
+        self.coverage = coverage
+        self.recent = Recent()
         self.clock = Clock()
         self.sampler = RowSampler()
         self.rotation = 0
@@ -55,38 +63,62 @@ class Session:
         """Depth of nested `paused()` blocks."""
         self.frame: Frame | None = None
         """Where the step in progress is measured; None where it is not."""
+        self.idle = False
+        """Whether the step in progress is known not to be measured: hooks have nothing to do until its end."""
         self.samples = 0
         """Samples finished so far."""
         self.own_steps: int | None = None
         """Of an attempt with a parent, the steps it has produced itself so far; None without a parent."""
         self.last: StepRecord | None = None
         """The newest finished sample."""
-        self.spent_seconds = 0.0
-        """Time inside our own code on the training thread."""
+        self.accounts = Accounts(
+            [layer.name for layer in layers], options.every, options.overhead_budget, once
+        )
+        self.meter, self.budget = self.accounts.meter, self.accounts.budget
         self._optimizer = None if optimizer is None else weakref.ref(optimizer)
-        self._scaler: weakref.ref[GradScaler] | None = None
+        self._ours: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        """Optimizers that were found to update our layers."""
+        self._loss_scale = LossScale()
         self._ring: Ring | None = None
         self._notes = Notes()
         self._pending: StepRecord | None = None
         self._picked: frozenset[int] = frozenset()
-        self._begun = self._since = time.perf_counter()
-        self._spent_before = 0.0
+        self._wgrad_at: dict[str, int] = {}
+        """Sample in which each layer's weight gradient was recomputed last, where not all layers are judged."""
         forking.watch(self)
+
+    @property
+    def spent_seconds(self) -> float:
+        """Time inside our own code on the training thread; what a hook takes to see that it is idle is not in it."""
+        return self.meter.host_seconds
 
     @property
     def measuring(self) -> bool:
         """Whether what passes by now is measured."""
-        return self.frame is not None and not self.paused and self.active
+        return self.frame is not None and not self.paused and self.active and not capturing()
 
     def touch(self) -> None:
         """A forward of the step in progress was seen: the first one opens the step. Never raises."""
-        if self.clock.open:
+        if self.clock.open and not self.clock.closing:
             return
+        if capturing():
+            self._miss_replays()
+            return
+        begun = self.meter.begin()
         try:
-            self._open()
+            self._close_inner()
+            if not self.clock.open:
+                self._open()
         except Exception as error:
             self.frame = None
             self._lose("the start of a step", error)
+        finally:
+            self.meter.end(begun)
+        self.idle = self.frame is None
+
+    def scope(self, layer: ObservedLayer) -> Scope:
+        """What the sample in progress measures of this layer."""
+        return self.budget.scope(layer.name)
 
     def picks_wgrad(self, layer: ObservedLayer) -> bool:
         """Whether it is this layer's turn to have its weight gradient recomputed."""
@@ -101,21 +133,35 @@ class Session:
 
     def on_optimizer_step(self, optimizer: Optimizer) -> None:
         """The optimizer has stepped: that ends the step, unless the trainer counts or the optimizer is not ours."""
+        begun = self.meter.begin()
         try:
-            if not self.active or not self._is_ours(optimizer):
+            if not self.active or not self._is_ours(optimizer) or capturing():
                 return
             if not self.clock.open:
                 self._miss_forward()
                 return
             self._find_scale()
+            bypass.note_gradients(self)
             if not self.clock.manual:
                 self.end_step(self.clock.step)
                 self.clock.ended_by_optimizer = True
         except Exception as error:
             self.once.failure("the end of a step", error)
+        finally:
+            self.meter.end(begun)
+
+    def on_inner_step(self, optimizer: Optimizer) -> None:
+        """An optimizer has stepped inside the backward: that ends the step as soon as the backward is over."""
+        try:
+            clock = self.clock
+            if clock.open and not clock.closing and not clock.manual and self._is_ours(optimizer):
+                clock.closing, self.idle = True, False
+        except Exception as error:
+            self.once.failure("the end of a step", error)
 
     def step(self, n: int | None) -> None:
         """The trainer says that step n has just ended. Never raises."""
+        begun = self.meter.begin()
         try:
             first, self.clock.manual = not self.clock.manual, True
             if first and not self.clock.open and self.clock.ended_by_optimizer:
@@ -126,17 +172,20 @@ class Session:
             self.deliver()
         except Exception as error:
             self.once.failure("the end of a step", error)
+        finally:
+            self.meter.end(begun)
 
     def end_step(self, number: int) -> None:
         """Close the frame, count on, and let a waiting plan take effect."""
-        start = time.perf_counter()
-        frame, self.frame = self.frame, None
+        frame, self.frame, self.idle, self.clock.closing = self.frame, None, False, False
+        self.recent.clear()
         notes, self._notes = self._notes, Notes()
         self.deliver()
         if frame is not None:
             if frame.filled and number % self.options.every == 0:
                 try:
-                    self._pending = self._record(number, frame, notes)
+                    with aside():
+                        self._pending = self._record(number, frame, notes)
                 except Exception as error:
                     self._lose("the end of a step", error)
             for layer in self.layers:
@@ -144,21 +193,26 @@ class Session:
         self._count_own(number)
         self.clock.end(number)
         self.controls.at_boundary(self.clock.step)
-        self.spent_seconds += time.perf_counter() - start
+        self.accounts.end_step(sampled=frame is not None and bool(frame.filled), idle_hook=self._idle_hook)
 
     def deliver(self) -> None:
         """Hand the finished sample over: its number and its notes are final now. Never raises."""
+        self._close_inner()
         record, self._pending = self._pending, None
         if record is None:
             return
+        begun = self.meter.begin()
+        since = self.meter.now
         self.samples += 1
         self.last = record
-        for layer in self.layers:
-            layer.seen = layer.seen or not record.filled.isdisjoint(layer.rows)
+        record.coverage = coverage_rows(self)
         try:
             self.client.submit(record)
         except Exception as error:
             self._lose("handing a sample over", error)
+        finally:
+            self.accounts.delivered(self.meter.now - since)
+            self.meter.end(begun)
 
     def flush(self, timeout: float) -> bool:
         """Wait for at most that many seconds until everything has arrived."""
@@ -192,22 +246,34 @@ class Session:
 
     def due(self) -> bool:
         """Whether the clock's step is one to sample."""
-        return self.clock.step % self.options.every == 0
+        return self.budget.due(self.clock.step)
 
     def _open(self) -> None:
         self.deliver()
         self.clock.open = True
         self.clock.ended_by_optimizer = False
-        if not self.active or not self.due() or not self._affordable():
+        self.accounts.open_step()
+        if not self.active or not self.accounts.affords(self.clock.step, lambda: self.builder.flags.layers):
             return
-        self.frame = self._buffers().acquire()
-        if self.frame is None:
-            self.client.count_dropped("the device is still copying earlier samples")
-            return
-        self._pick()
-        # A step that GradScaler will skip ends without a trace of it: note the scale that it begins with.
-        scaler = None if self._scaler is None else self._scaler()
-        self._notes.found_scale = None if scaler is None else scale_of(scaler)
+        with aside():
+            self.frame = self._buffers().acquire()
+            if self.frame is None:
+                self.client.count_dropped("the device is still copying earlier samples")
+                return
+            self._pick(self.frame)
+            self._notes.found_scale = self._loss_scale.begin()
+
+    def follow_scale(self) -> None:
+        """A forward is measured: what the step holds is brought to the loss scale that its backward will have."""
+        if self.frame is not None:
+            scale = self._loss_scale.follow(self.frame, self.layers)
+            self._notes.found_scale = self._notes.found_scale if scale is None else scale
+
+    def _close_inner(self) -> None:
+        """End the step whose optimizer stepped inside the backward."""
+        if self.clock.closing and torch._C._current_graph_task_id() == -1:
+            self.end_step(self.clock.step)
+            self.clock.ended_by_optimizer = True
 
     def _lose(self, where: str, error: Exception) -> None:
         """Our own code failed and its sample is lost: count it, and let training go on."""
@@ -219,17 +285,21 @@ class Session:
         if not self.clock.ended_by_optimizer and not self.clock.manual:
             self.once.warning(
                 "no forward",
-                "an optimizer step without a forward of any observed layer: torch.compile, or layers called past "
-                "their modules, hide it; nothing is measured in such steps",
+                "an optimizer step without a forward of any observed layer: a graph compiled or captured before "
+                "attach(), or layers called past their modules, hide it; nothing is measured in such steps",
             )
 
+    def _miss_replays(self) -> None:
+        """A CUDA graph is being captured: the hooks run now, and not when it is played back."""
+        self.once.warning(
+            "cuda graph",
+            "a CUDA graph is captured with observed layers in it: its replays are not measured; with "
+            'torch.compile(mode="reduce-overhead") they are, with another capture run the sampled steps without it',
+        )
+
     def _find_scale(self) -> None:
-        if self.frame is None:
-            return
-        scaler = scaler_in_use()
-        if scaler is not None:
-            self._scaler = weakref.ref(scaler)
-            self._notes.found_scale = scale_of(scaler)
+        scale = None if self.frame is None else self._loss_scale.find()
+        self._notes.found_scale = self._notes.found_scale if scale is None else scale
 
     def _buffers(self) -> Ring:
         """The ring, made with the first sample: the model may have moved to its device after attach()."""
@@ -241,9 +311,7 @@ class Session:
         return self._ring
 
     def _record(self, number: int, frame: Frame, notes: Notes) -> StepRecord:
-        now = time.perf_counter()
-        elapsed, spent = now - self._since, self.spent_seconds - self._spent_before
-        self._since, self._spent_before = now, self.spent_seconds
+        notes.scalars.extend(unfinished(self.layers))
         return StepRecord(
             step=number,
             snapshot=frame.snapshot(),
@@ -252,7 +320,8 @@ class Session:
             notes=notes,
             plan_version=self.controls.plan.version,
             effective_step=self.controls.effective_step,
-            overhead_ratio=min(1.0, spent / elapsed) if elapsed > 0 else 0.0,
+            overhead_ratio=self.accounts.sample_ratio(),
+            sampling=self.budget.report(),
         )
 
     def _renumber(self, number: int) -> None:
@@ -277,30 +346,37 @@ class Session:
     def _begin_with(self, number: int) -> None:
         self.builder.attempt = replace(self.builder.attempt, from_step=number)
 
-    def _pick(self) -> None:
-        """Choose the layers whose weight gradient is recomputed in this sample: each has its turn."""
-        count = min(self.options.recompute, len(self.layers))
-        turn = [self.layers[(self.rotation + k) % len(self.layers)] for k in range(count)]
-        self.rotation = (self.rotation + count) % max(1, len(self.layers))
-        self._picked = frozenset(id(layer) for layer in turn)
+    def _idle_hook(self) -> bool:
+        """What a hook does in a step that is not sampled, to be timed."""
+        if torch.compiler.is_compiling() or torch._C._is_tracing() or not torch.is_grad_enabled():
+            return False
+        return self.active and self.measuring
 
-    def _affordable(self) -> bool:
-        """Whether the budget allows this sample: what was spent so far, over the time since attach()."""
-        budget = self.options.overhead_budget
-        if budget is None or not self.samples:
-            return True
-        if self.spent_seconds <= budget * (time.perf_counter() - self._begun):
-            return True
-        self.once.warning(
-            "overhead budget",
-            "sampling takes more than overhead_budget=%g of the time: samples are left out",
-            budget,
-        )
-        return False
+    def _pick(self, frame: Frame) -> None:
+        """Choose the layers whose weight gradient is recomputed in this sample: each has its turn."""
+        # A parameter that nobody was seen to multiply with has no turn.
+        layers = [layer for layer in self.layers if layer.seen or not (layer.functional and self.samples)]
+        count = min(self.options.recompute, len(layers))
+        judged = [layer for layer in layers if self.scope(layer).judged]
+        if len(judged) == len(layers):
+            turn = [layers[(self.rotation + k) % len(layers)] for k in range(count)]
+            self.rotation = (self.rotation + count) % max(1, len(layers))
+        else:
+            turn = sorted(judged, key=lambda layer: self._wgrad_at.get(layer.name, -1))[:count]
+            self._wgrad_at.update({layer.name: self.samples for layer in turn})
+        self._picked = frozenset(id(layer) for layer in turn)
+        self.accounts.begin_sample([layer.name for layer in turn], on_device=frame.values.is_cuda)
 
     def _is_ours(self, optimizer: Optimizer) -> bool:
         if self._optimizer is not None:
             return self._optimizer() is optimizer
+        if optimizer in self._ours:
+            return True
+        if self._updates_layers(optimizer):
+            self._ours.add(optimizer)
+        return optimizer in self._ours
+
+    def _updates_layers(self, optimizer: Optimizer) -> bool:
         weights = [weight for layer in self.layers for weight in layer.trainable()]
         trained = [weight for weight in weights if weight.requires_grad]
         model = self.model()

@@ -42,15 +42,18 @@ class Options:
     groups: int
     """How many groups the run has."""
     every: int
-    """Steps with step % every == 0 are sampled."""
+    """Steps with step % every == 0 are sampled; under a budget only some of them."""
     recompute: int
     """Weight-gradient GEMMs recomputed in each sample, in rotation."""
     overhead_budget: float | None
-    """Largest fraction of the training time that sampling may take; None is no limit."""
+    """Largest fraction of the training time that sampling may take: it then decides how often and how much is
+    measured, see Guard.sampling_plan. None is no limit: every due step, everything in full."""
     mode: str
     """`observe`, `advise` or `enforce`."""
     thresholds: str
     """Name of the threshold preset."""
+    shadow: bool
+    """Whether an FP8 forward is emulated for layers that run in BF16."""
     spool_dir: Path | None
     """Folder where samples are kept until the server has them, and for good without a server; None keeps no file."""
     spool_max_bytes: int
@@ -77,6 +80,7 @@ def resolve(
     mode: str,
     thresholds: str,
     spool_dir: str | os.PathLike[str] | None,
+    shadow: bool,
 ) -> Options:
     """Fill in defaults from the environment and refuse what cannot work."""
     environment = os.environ
@@ -94,6 +98,7 @@ def resolve(
         overhead_budget=_fraction(overhead_budget),
         mode=_one_of("mode", mode, MODES),
         thresholds=thresholds,
+        shadow=_switch("shadow", shadow),
         spool_dir=_spool_folder(spool_dir, with_server=server is not None),
         spool_max_bytes=_spool_limit(environment.get("FP8_SAFEGUARD_SPOOL_MAX_BYTES", "")),
     )
@@ -194,6 +199,12 @@ def _fraction(value: float | None) -> float | None:
     if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0.0 < value <= 1.0:
         raise OptionError(f"overhead_budget is {value!r}: give a fraction above 0 and up to 1, or None")
     return float(value)
+
+
+def _switch(name: str, value: bool) -> bool:
+    if not isinstance(value, bool):
+        raise OptionError(f"{name} is {value!r}: give True or False")
+    return value
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fp8_safeguard.kernels import library
 from fp8_safeguard.kernels.codes import BLOCK, get_format
 from fp8_safeguard.kernels.dispatch import DEVICE_BACKENDS, gemm_backend_of
 from fp8_safeguard.kernels.errors import OperandError
@@ -56,6 +55,8 @@ def fp8_gemm_nt(
     chosen = gemm_backend_of(a.device, backend)
     result: Tensor
     if torch.compiler.is_compiling():
+        from fp8_safeguard.kernels import library
+
         return library.multiply(a, b, None, out_dtype, 1, chosen)
     require_output(out_dtype)
     if chosen in DEVICE_BACKENDS:

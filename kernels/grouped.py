@@ -9,7 +9,6 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from fp8_safeguard.kernels import library
 from fp8_safeguard.kernels.dispatch import DEVICE_BACKENDS, gemm_backend_of
 from fp8_safeguard.kernels.errors import OffsetsError
 from fp8_safeguard.kernels.gemm import (
@@ -52,6 +51,8 @@ def grouped_gemm_nt(
     chosen = gemm_backend_of(a.device, backend)
     result: Tensor
     if torch.compiler.is_compiling():
+        from fp8_safeguard.kernels import library
+
         return library.multiply(a, b, offsets, out_dtype, alignment, chosen)
     require_output(out_dtype)
     if chosen in DEVICE_BACKENDS:
@@ -86,6 +87,8 @@ def grouped_gemm_wgrad(
     chosen = gemm_backend_of(x.device, backend)
     result: Tensor
     if torch.compiler.is_compiling():
+        from fp8_safeguard.kernels import library
+
         return library.multiply_wgrad(dy, x, offsets, out_dtype, alignment, chosen)
     require_output(out_dtype)
     if chosen in DEVICE_BACKENDS:

@@ -4,16 +4,17 @@
 # Eager code does not come through here. Under torch.compile the public functions call these operators (namespace
 # `fp8_safeguard`), so that a layer is one node of one graph; at run time an operator does what the eager function does,
 # bit for bit. What an operator needs besides tensors travels as text and numbers; an observer as a number.
+# Registering them takes longer than all else: importing this module does it, and only a compiler's trace imports it.
 
 from __future__ import annotations
 
 from functools import cache
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
+from fp8_safeguard.kernels import numbers
 from fp8_safeguard.kernels.codes import BLOCK, get_format
 from fp8_safeguard.kernels.dispatch import DEVICE_BACKENDS
 from fp8_safeguard.kernels.lazy import compiled_module
@@ -23,22 +24,12 @@ from fp8_safeguard.kernels.quantized import QuantizedTensor
 from fp8_safeguard.monitor.stats import VECTOR_LENGTH
 
 _ROW_BYTES = 16
-_OBSERVERS: WeakValueDictionary[int, GemmObserver] = WeakValueDictionary()
-"""Observers that a compiled graph reports to; the graph's guards see to it that the number means the same one."""
-
-
-def observer_number(observer: GemmObserver | None) -> int:
-    """The number under which an operator finds the observer; 0 for none."""
-    return 0 if observer is None else _registered(observer)
-
-
-def _registered(observer: GemmObserver) -> int:
-    _OBSERVERS[id(observer)] = observer
-    return id(observer)
-
-
-# What torch.compiler.assume_constant_result does, without importing the compiler.
-_registered._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_ANY = "fp8 fp8 fp8 e4m3 fp32 e4m3 fp32 e4m3 fp32", 1.0, 1.0, 1.0
+"""What stands in a graph whose layer is steered: the operator asks for the precision whenever it runs."""
+_PRECISIONS: dict[LinearPrecision, int] = {}
+"""Every precision that such a layer ran with, and its place in the order."""
+_RAN_WITH: dict[int, LinearPrecision] = {}
+"""What each such layer ran with last: a checkpoint may repeat a forward whose observer has been taken off since."""
 
 
 def encoded(precision: LinearPrecision) -> tuple[str, float, float, float]:
@@ -65,9 +56,13 @@ def linear(
 ) -> Tensor:  # fmt: skip
     """The forward of fp8_linear or fp8_grouped_linear as one node: [T,N]."""
     recorded = torch.is_grad_enabled()
-    options = *encoded(precision), backend, alignment, observer_number(observer)
     needs = recorded and x_TK.requires_grad, recorded and w.requires_grad
-    y_TN: Tensor = linear_forward(x_TK, w, bias, offsets, *options, *needs)[0]
+    number = getattr(observer, "number", None)
+    if number is None:
+        options = *encoded(precision), backend, alignment, numbers.observer_number(observer)
+    else:
+        options = *_ANY, backend, alignment, int(recorded)
+    y_TN: Tensor = linear_forward(x_TK, w, bias, offsets, *options, *needs, number)[0]
     return y_TN
 
 
@@ -75,33 +70,75 @@ def linear(
 def linear_forward(
     x: Tensor, w: Tensor, bias: Tensor | None, offsets: Tensor | None, precision: str, x_multiplier: float,
     w_multiplier: float, dy_multiplier: float, backend: str, alignment: int, observer: int, needs_dx: bool,
-    needs_dw: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """y [T,N], and codes and scales of x and w where the backward uses them: empty otherwise, and on a CPU."""
-    chosen = decoded(precision, x_multiplier, w_multiplier, dy_multiplier)
-    call = _call(x, w, offsets, chosen, backend, alignment, observer, needs_dx, needs_dw)
+    needs_dw: bool, number: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """y [T,N], codes and scales of x and w where the backward uses them (empty otherwise, and on a CPU), and which
+    precision it was: int64 [1] on the CPU. With a number the observer of that number says the precision, now, and
+    `observer` only whether it sees the pass.
+    """
+    if number is None:
+        chosen, watcher = (
+            decoded(precision, x_multiplier, w_multiplier, dy_multiplier),
+            numbers.observers.get(observer),
+        )
+    else:
+        steering, key = numbers.found(number), int(number)
+        chosen = _RAN_WITH[key] = _RAN_WITH[key] if steering is None else steering.precision
+        watcher = steering if observer else None
+    call = _call(x, w, offsets, chosen, backend, alignment, watcher, needs_dx, needs_dw)
     y_TN, kept, _ = compiled_module("passes").forward(x, w, bias, call)
-    codes = kept.codes() if call.on_device() else (None,) * 4
+    codes: Any = kept.codes() if call.on_device() else (None,) * 4
+    if number is not None and call.on_device():
+        # The graph has one form for every precision: what this one does not keep is room without values.
+        room = _room(x, w, offsets, decoded(*_ANY), alignment, needs_dx, needs_dw)
+        codes = [empty if made is None else made for made, empty in zip(codes, room, strict=True)]
     x_codes, x_scale, w_codes, w_scale = (x.new_empty(0) if tensor is None else tensor for tensor in codes)
-    return y_TN, as_bytes(x_codes), x_scale, as_bytes(w_codes), w_scale
+    which = torch.tensor([_PRECISIONS.setdefault(chosen, len(_PRECISIONS))])
+    return y_TN, as_bytes(x_codes), x_scale, as_bytes(w_codes), w_scale, which
 
 
 @linear_forward.register_fake
 def _(
     x: Tensor, w: Tensor, bias: Tensor | None, offsets: Tensor | None, precision: str, x_multiplier: float,
     w_multiplier: float, dy_multiplier: float, backend: str, alignment: int, observer: int, needs_dx: bool,
+    needs_dw: bool, number: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    chosen = decoded(precision, x_multiplier, w_multiplier, dy_multiplier)
+    y_TN, which = x.new_empty((x.shape[0], w.shape[-2])), torch.empty(1, dtype=torch.int64, device="cpu")
+    empty = (
+        x.new_empty(0, dtype=torch.uint8),
+        x.new_empty(0),
+        x.new_empty(0, dtype=torch.uint8),
+        x.new_empty(0),
+    )
+    if backend not in DEVICE_BACKENDS:
+        return y_TN, *empty, which
+    room = _room(x, w, offsets, chosen, alignment, needs_dx, needs_dw)
+    x_codes, x_scale, w_codes, w_scale = (b if a is None else a for a, b in zip(room, empty, strict=True))
+    return y_TN, x_codes, x_scale, w_codes, w_scale, which
+
+
+def _room(
+    x: Tensor, w: Tensor, offsets: Tensor | None, precision: LinearPrecision, alignment: int, needs_dx: bool,
     needs_dw: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    fprop, dgrad, wgrad, x_fmt, _, w_fmt, *_ = precision.split()
-    y_TN = x.new_empty((x.shape[0], w.shape[-2]))
-    x_kept, w_kept = ((x.new_empty(0, dtype=torch.uint8), x.new_empty(0)) for _ in range(2))
-    if backend in DEVICE_BACKENDS:
-        if needs_dw and wgrad == "fp8":
-            aligned = offsets is not None and alignment % _ROW_BYTES == 0 and x.shape[0] % _ROW_BYTES == 0
-            x_kept = _promised(x, x_fmt, "col", offsets, aligned)
-        if needs_dx and fprop == dgrad == "fp8":
-            w_kept = _promised(w, w_fmt, "tile")
-    return y_TN, *x_kept, *w_kept
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """Codes and scales of x and w as a device's forward returns them for a backward, without values."""
+    x_kept: tuple[Tensor | None, Tensor | None] = (None, None)
+    w_kept: tuple[Tensor | None, Tensor | None] = (None, None)
+    if needs_dw and _keeps_x_codes(precision):
+        aligned = offsets is not None and alignment % _ROW_BYTES == 0 and x.shape[0] % _ROW_BYTES == 0
+        x_kept = _promised(x, precision.x.fmt, "col", offsets, aligned)
+    if needs_dx and _keeps_w_codes(precision):
+        w_kept = _promised(w, precision.w.fmt, "tile")
+    return *x_kept, *w_kept
+
+
+def _keeps_x_codes(precision: LinearPrecision) -> bool:
+    return precision.wgrad == "fp8"
+
+
+def _keeps_w_codes(precision: LinearPrecision) -> bool:
+    return precision.fprop == precision.dgrad == "fp8"
 
 
 @torch.library.custom_op("fp8_safeguard::linear_backward", mutates_args=())
@@ -109,14 +146,23 @@ def linear_backward(
     dy: Tensor, x: Tensor | None, w: Tensor, offsets: Tensor | None, x_codes: Tensor, x_scale: Tensor,
     w_codes: Tensor, w_scale: Tensor, precision: str, x_multiplier: float, w_multiplier: float,
     dy_multiplier: float, backend: str, alignment: int, observer: int, x_dtype: torch.dtype,
-    bias_dtype: torch.dtype | None, needs_dx: bool, needs_dw: bool,
+    bias_dtype: torch.dtype | None, needs_dx: bool, needs_dw: bool, which: Tensor | None = None,
+    number: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dx [T,K], dw like w and dbias [N], each empty where it is not needed."""
     passes = compiled_module("passes")
-    chosen = decoded(precision, x_multiplier, w_multiplier, dy_multiplier)
-    call = _call(dy, w, offsets, chosen, backend, alignment, observer, needs_dx, needs_dw)
-    codes = _as_codes(x_codes, chosen.x.fmt), x_scale, _as_codes(w_codes, chosen.w.fmt), w_scale
-    kept = passes.Kept.of(call, *(tensor if tensor.numel() else None for tensor in codes))
+    if number is None or which is None:
+        chosen, watcher = (
+            decoded(precision, x_multiplier, w_multiplier, dy_multiplier),
+            numbers.observers.get(observer),
+        )
+    else:
+        chosen, watcher = list(_PRECISIONS)[int(which)], numbers.found(number) if observer else None
+    call = _call(dy, w, offsets, chosen, backend, alignment, watcher, needs_dx, needs_dw)
+    codes: Any = _as_codes(x_codes, chosen.x.fmt), x_scale, _as_codes(w_codes, chosen.w.fmt), w_scale
+    filled = (_keeps_x_codes(chosen),) * 2 + (_keeps_w_codes(chosen),) * 2
+    codes = (c if c.numel() and has else None for c, has in zip(codes, filled, strict=True))
+    kept = passes.Kept.of(call, *codes)
     dx, dw = passes.backward(dy, x, w, kept, call, x_dtype)
     dbias = None if bias_dtype is None else passes.bias_gradient(dy, bias_dtype)
     results = [dy.new_empty(0) if gradient is None else gradient for gradient in (dx, dw, dbias)]
@@ -128,7 +174,8 @@ def _(
     dy: Tensor, x: Tensor | None, w: Tensor, offsets: Tensor | None, x_codes: Tensor, x_scale: Tensor,
     w_codes: Tensor, w_scale: Tensor, precision: str, x_multiplier: float, w_multiplier: float,
     dy_multiplier: float, backend: str, alignment: int, observer: int, x_dtype: torch.dtype,
-    bias_dtype: torch.dtype | None, needs_dx: bool, needs_dw: bool,
+    bias_dtype: torch.dtype | None, needs_dx: bool, needs_dw: bool, which: Tensor | None = None,
+    number: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     dx = dy.new_empty((dy.shape[0], w.shape[-1]), dtype=x_dtype) if needs_dx else dy.new_empty(0)
     dw = w.new_empty(w.shape) if needs_dw else dy.new_empty(0)
@@ -137,25 +184,35 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, w, bias, offsets, *options, _, needs_dw = inputs
+    x, w, bias, offsets, *options, _, needs_dw, number = inputs
     precision, *_, backend, _, observer = options
     # Whether an observer wants the pass is not known while a graph is made, so x waits for it.
-    keeps_x = backend not in DEVICE_BACKENDS or observer != 0 or (needs_dw and precision.split()[2] == "bf16")
+    asked = observer != 0 or number is not None
+    keeps_x = backend not in DEVICE_BACKENDS or asked or (needs_dw and precision.split()[2] == "bf16")
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x if keeps_x else None, w, offsets, *output[1:])
+    ctx.save_for_backward(x if keeps_x else None, w, offsets, *output[1:], number)
     ctx.options = options
     ctx.dtypes = x.dtype, None if bias is None else bias.dtype
 
 
 def _gradients(ctx: Any, dy: Tensor | None, *others: None) -> tuple[Tensor | None, ...]:
-    constants = (None,) * (len(ctx.options) + 3)
+    constants = (None,) * (len(ctx.options) + 4)
     if dy is None:
         return None, None, None, *constants
     x_dtype, bias_dtype = ctx.dtypes
     needs_dx, needs_dw, needs_bias = ctx.needs_input_grad[:3]
+    *operands, which, number = ctx.saved_tensors
     dx, dw, dbias = linear_backward(
-        dy, *ctx.saved_tensors, *ctx.options, x_dtype, bias_dtype if needs_bias else None, needs_dx, needs_dw
+        dy,
+        *operands,
+        *ctx.options,
+        x_dtype,
+        bias_dtype if needs_bias else None,
+        needs_dx,
+        needs_dw,
+        which,
+        number,
     )
     return dx if needs_dx else None, dw if needs_dw else None, dbias if needs_bias else None, *constants
 
@@ -165,7 +222,7 @@ linear_forward.register_autograd(_gradients, setup_context=_save)
 
 def _call(
     x: Tensor, w: Tensor, offsets: Tensor | None, precision: LinearPrecision, backend: str, alignment: int,
-    observer: int, needs_dx: bool, needs_dw: bool,
+    observer: GemmObserver | None, needs_dx: bool, needs_dw: bool,
 ) -> Any:  # fmt: skip
     """The eager LinearCall; on a CPU the offsets are read here, where they have values."""
     bounds, grouped = None, compiled_module("grouped")
@@ -174,7 +231,7 @@ def _call(
     elif offsets is not None:
         bounds = grouped.expert_bounds(offsets, x.shape[0], w.shape[0], alignment)
     return compiled_module("passes").LinearCall(
-        precision=precision, backend=backend, observer=_OBSERVERS.get(observer), offsets=offsets,
+        precision=precision, backend=backend, observer=observer, offsets=offsets,
         bounds=bounds, alignment=alignment, needs_dx=needs_dx, needs_dw=needs_dw,
     )  # fmt: skip
 

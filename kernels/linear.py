@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fp8_safeguard.kernels import library, passes
+from fp8_safeguard.kernels import passes
 from fp8_safeguard.kernels.dispatch import DEVICE_BACKENDS, gemm_backend_of
 from fp8_safeguard.kernels.errors import OperandError
 from fp8_safeguard.kernels.grouped import expert_bounds, require_offsets
@@ -52,6 +52,8 @@ def fp8_linear(
     chosen = gemm_backend_of(x.device, backend)
     y_TN: Tensor
     if torch.compiler.is_compiling():
+        from fp8_safeguard.kernels import library
+
         y_TN = library.linear(x_TK, w, bias, None, precision, stats, 1, chosen)
         return y_TN.reshape(*x.shape[:-1], w.shape[0])
     needs_dx, needs_dw = _needs(x_TK, w)
@@ -86,6 +88,8 @@ def fp8_grouped_linear(
     check_together(x=x_TK, w=w_ENK)
     chosen, bounds = gemm_backend_of(x_TK.device, backend), None
     if torch.compiler.is_compiling():
+        from fp8_safeguard.kernels import library
+
         return library.linear(x_TK, w_ENK, None, offsets, precision, stats, alignment, chosen)
     if chosen in DEVICE_BACKENDS:
         require_offsets(offsets, w_ENK.shape[0], x_TK.device)

@@ -7,10 +7,9 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from itertools import pairwise
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -151,6 +150,23 @@ def stats_of_rows(
     return stats_S
 
 
+def layout_stats_of_rows(
+    x_RC: Tensor,
+    bounds: Sequence[int],
+    layouts: Sequence[str],
+    code_format: CodeFormat,
+    scale: str,
+    multiplier: float,
+) -> Tensor:
+    """The same of several layouts from one read of x: float64 [layouts,S,29]."""
+    call = _Call(x_RC, bounds, code_format, scale, multiplier, _NOTHING)
+    room = torch.zeros((len(layouts), len(bounds) - 1, VECTOR_LENGTH), dtype=torch.float64, device="cpu")
+    for index, layout in enumerate(layouts):
+        call.want_stats(layout, room[index])
+    call.run()
+    return room
+
+
 def address(tensor: Tensor) -> int:
     """Where a CPU tensor's memory begins. Raises OperandError for one that has none the library could read."""
     try:
@@ -181,17 +197,17 @@ class _Call:
         self._x_RC = (x_RC if x_RC.dtype == torch.bfloat16 else x_RC.float()).resolve_neg()
         if x_RC.shape[1] > 1 and self._x_RC.stride(1) != 1:
             self._x_RC = self._x_RC.contiguous()
-        self._bounds = np.array(bounds, np.int64)
+        self._bounds, self._firsts = bounds, (ctypes.c_int64 * len(bounds))(*bounds)
         self._kept: list[Tensor] = []
         self._job = _Job(
             x=address(self._x_RC),
             is_bfloat16=self._x_RC.dtype == torch.bfloat16,
             columns=x_RC.shape[1],
             stride=self._x_RC.stride(0),
-            bounds=self._bounds.ctypes.data,
+            bounds=ctypes.addressof(self._firsts),
             segments=len(bounds) - 1,
-            grid=(ctypes.c_double * 6)(*grid_of(code_format, scale, multiplier)),
-            edges=_EDGES.ctypes.data,
+            grid=_grid(code_format, scale, multiplier),
+            edges=ctypes.addressof(_EDGES),
             wide_sums=x_RC.numel() <= WIDE_SUMS_ELEMENTS,
             output=output,
         )
@@ -204,15 +220,16 @@ class _Call:
         """Room for the scales of this layout."""
         rows, columns = self._x_RC.shape
         if layout != "row":
-            rows = sum(-(-int(end - start) // BLOCK) for start, end in pairwise(self._bounds))
+            rows = sum(-(-(end - start) // BLOCK) for start, end in pairwise(self._bounds))
         shape = (rows, columns if layout == "col" else -(-columns // BLOCK))
         # Said in full: the library writes what it was told, whatever torch's default dtype and device are.
         return self._room(layout, "scales", torch.empty(shape, dtype=torch.float32, device="cpu"))
 
-    def want_stats(self, layout: str) -> Tensor:
-        """Room for the statistics of this layout."""
-        shape = (len(self._bounds) - 1, VECTOR_LENGTH)
-        room = torch.zeros(shape, dtype=torch.float64, device="cpu")
+    def want_stats(self, layout: str, room: Tensor | None = None) -> Tensor:
+        """Room for the statistics of this layout: these zeros, or new ones."""
+        if room is None:
+            shape = (len(self._bounds) - 1, VECTOR_LENGTH)
+            room = torch.zeros(shape, dtype=torch.float64, device="cpu")
         return self._room(layout, "stats", room)
 
     def run(self) -> None:
@@ -229,4 +246,10 @@ class _Call:
         return tensor
 
 
-_EDGES = np.array(SQNR_RATIO_EDGES)
+_EDGES = (ctypes.c_double * len(SQNR_RATIO_EDGES))(*SQNR_RATIO_EDGES)
+
+
+@lru_cache(maxsize=256)
+def _grid(code_format: CodeFormat, scale: str, multiplier: float) -> ctypes.Array[ctypes.c_double]:
+    """`struct Grid` of cpp/job.h."""
+    return (ctypes.c_double * 6)(*grid_of(code_format, scale, multiplier))

@@ -8,6 +8,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from fp8_safeguard.kernels.precision import LinearPrecision
+
 
 class GemmObserver(Protocol):
     """Sees the real tensors of a linear layer's GEMMs, under no_grad, after each GEMM has run.
@@ -32,4 +34,20 @@ class GemmObserver(Protocol):
 
     def wgrad(self, dy_TN: Tensor, x_TK: Tensor, dw_NK: Tensor | None, offsets: Tensor | None) -> None:
         """In the backward, after wgrad; dw is None if the weight is frozen."""
+        ...
+
+
+class SteeringObserver(GemmObserver, Protocol):
+    """An observer whose layer may change its precision without being compiled again.
+
+    A compiled graph keeps its number alone, and asks it for the precision whenever it runs: what was given to the
+    layer's function counts in eager code only.
+    """
+
+    number: Tensor
+    """From `numbers.numbered`."""
+
+    @property
+    def precision(self) -> LinearPrecision:
+        """What the layer computes with now."""
         ...

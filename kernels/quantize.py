@@ -10,7 +10,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from fp8_safeguard.kernels import library, native
+from fp8_safeguard.kernels import native
 from fp8_safeguard.kernels.device import device_kernels
 from fp8_safeguard.kernels.dispatch import implementation
 from fp8_safeguard.kernels.errors import OffsetsError
@@ -49,6 +49,8 @@ def quantize(
     back: they are not checked there, rows behind the last are zero codes, and the scales have R // 128 + E + 1 rows.
     """
     if torch.compiler.is_compiling():
+        from fp8_safeguard.kernels import library
+
         return library.quantize(x, layout, fmt, scale, multiplier, stats, offsets)
     code_format = check_options(layout, fmt, scale, multiplier)
     check_source(x, offsets)

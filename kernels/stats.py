@@ -7,13 +7,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fp8_safeguard.kernels import library
+from fp8_safeguard.kernels import native
 from fp8_safeguard.kernels.device import device_kernels
 from fp8_safeguard.kernels.dispatch import implementation
 from fp8_safeguard.kernels.operands import as_rows, check_options, check_source, offsets_list
 from fp8_safeguard.monitor.stats import COLUMNS, VECTOR_LENGTH
 
 _AMAX = COLUMNS.index("amax")
+
+LAYOUT_PAIR = ("row", "col")
+"""What `layout_stats` measures, in this order."""
 
 
 def tensor_stats(
@@ -34,6 +37,8 @@ def tensor_stats(
     the offsets back, so they are not checked there.
     """
     if torch.compiler.is_compiling():
+        from fp8_safeguard.kernels import library
+
         compiled: Tensor = library.tensor_stats(x.detach(), layout, fmt, scale, multiplier, offsets)
         return compiled
     code_format = check_options(layout, fmt, scale, multiplier)
@@ -52,6 +57,49 @@ def tensor_stats(
     return vectors_S if offsets is not None else merge_stats(vectors_S)
 
 
+def layout_stats(
+    x: Tensor,
+    *,
+    fmt: str = "e4m3",
+    scale: str = "fp32",
+    multiplier: float = 1.0,
+    offsets: Tensor | None = None,
+) -> Tensor:
+    """TensorStats of x in the row layout and in the col layout, from one read: float64 [2,S], with offsets [2,E,S].
+
+    Equal to `tensor_stats` of the two: counts and histogram exactly, sums but for their last bits. Arguments, errors
+    and what a CUDA device does not check are those of it.
+    """
+    if torch.compiler.is_compiling():
+        from fp8_safeguard.kernels import library
+
+        return torch.stack(
+            [
+                library.tensor_stats(x.detach(), layout, fmt, scale, multiplier, offsets)
+                for layout in LAYOUT_PAIR
+            ]
+        )
+    code_format = check_options("row", fmt, scale, multiplier)
+    check_source(x, offsets)
+    device = device_kernels(x)
+    if device is not None:
+        named = {"fmt": fmt, "scale": scale, "multiplier": multiplier, "offsets": offsets}
+        measured: Tensor = device.quantize_layouts(
+            x, row=True, blocks="col", stats=True, store=False, **named
+        ).stats
+        return measured
+    x_RC, matrices = as_rows(x.detach())
+    bounds = measured_bounds(x_RC, matrices, "col", offsets)
+    module, options = implementation(x), (code_format, scale, multiplier)
+    if module is native:
+        pair = native.layout_stats_of_rows(x_RC, bounds, LAYOUT_PAIR, *options)
+    else:
+        pair = torch.stack([module.stats_of_rows(x_RC, bounds, layout, *options) for layout in LAYOUT_PAIR])
+    if offsets is not None:
+        return pair
+    return pair[:, 0] if len(bounds) == 2 else torch.stack([merge_stats(vectors_S) for vectors_S in pair])
+
+
 def measured_bounds(x_RC: Tensor, matrices: list[int], layout: str, offsets: Tensor | None) -> list[int]:
     """First rows of the parts that get a vector each, and where the last one ends."""
     if offsets is not None:
@@ -63,6 +111,8 @@ def measured_bounds(x_RC: Tensor, matrices: list[int], layout: str, offsets: Ten
 def merge_stats(vectors_S: Tensor) -> Tensor:
     """TensorStats [S] of parts [..., S] quantised as they were: sums, the maximum for amax (NaN wins)."""
     parts = vectors_S.reshape(-1, VECTOR_LENGTH)
+    if len(parts) == 1:
+        return parts[0]
     merged = parts.sum(dim=0)
     merged[_AMAX] = parts[:, _AMAX].max() if len(parts) else 0.0
     return merged

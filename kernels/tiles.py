@@ -36,6 +36,11 @@ def usable(x: Tensor) -> bool:
     return x.device.type == "cpu" and _default() != ""
 
 
+def multiplies_codes(x: Tensor) -> bool:
+    """Whether those products read the codes that `quantize` gives."""
+    return usable(x) and _default() == "native"
+
+
 @dataclass(frozen=True)
 class TiledWeight:
     """A weight's codes and scales, kept from fprop for dgrad."""

@@ -11,4 +11,5 @@
 #include "vectors.h"
 
 #include "gemm.inc"
+#include "products_exact.inc"
 #endif

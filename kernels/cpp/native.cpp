@@ -14,22 +14,27 @@
 #include <unistd.h>
 #endif
 
+#include "exact.h"
 #include "gemm.h"
 #include "job.h"
 
 namespace fp8_amx {
 void gemm(const GemmJob &job);
+bool exact_rows(const ExactJob &job);
 }
 namespace fp8_avx512 {
 void quantize(const Job &job);
+void compare(const Comparison &job);
 void gemm(const GemmJob &job);
 }
 namespace fp8_avx2 {
 void quantize(const Job &job);
+void compare(const Comparison &job);
 void gemm(const GemmJob &job);
 }
 namespace fp8_plain {
 void quantize(const Job &job);
+void compare(const Comparison &job);
 void gemm(const GemmJob &job);
 }
 
@@ -131,6 +136,32 @@ FP8_EXPORT int fp8_native_gemm(const GemmJob *job, int level) {
   } catch (const std::bad_alloc &) {
     return 1;
   }
+}
+
+FP8_EXPORT int64_t fp8_native_exact_job_bytes() { return sizeof(ExactJob) + sizeof(Comparison); }
+
+FP8_EXPORT void fp8_native_compare(const Comparison *job, int level) {
+  ExactSubnormals exact;
+#if defined(__x86_64__)
+  if (level >= 2) return fp8_avx512::compare(*job);
+  if (level == 1) return fp8_avx2::compare(*job);
+#endif
+  fp8_plain::compare(*job);
+}
+
+// 0, or 1 where the rows cannot be multiplied at that level or with those numbers, or there was not enough memory.
+FP8_EXPORT int fp8_native_exact_rows(const ExactJob *job, int level) {
+#if defined(FP8_HAS_AMX)
+  ExactSubnormals exact;
+  try {
+    return level >= 3 && fp8_amx::exact_rows(*job) ? 0 : 1;
+  } catch (const std::bad_alloc &) {
+    return 1;
+  }
+#else
+  (void)job, (void)level;
+  return 1;
+#endif
 }
 
 }

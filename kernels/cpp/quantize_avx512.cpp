@@ -7,4 +7,5 @@
 #include "vectors.h"
 
 #include "quantize.inc"
+#include "compare.inc"
 #endif

@@ -5,3 +5,4 @@
 #include "vectors.h"
 
 #include "quantize.inc"
+#include "compare.inc"

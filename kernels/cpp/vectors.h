@@ -15,6 +15,8 @@ namespace FP8_ISA {
 constexpr int LANES = FP8_WIDTH / 32;
 constexpr int HALF = LANES / 2;
 constexpr bool HAS_FMA = FP8_WIDTH >= 256;
+constexpr int32_t INFINITY_BITS = 0x7F800000; // of a float32
+constexpr int32_t MAGNITUDE_MASK = 0x7FFFFFFF;
 
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));

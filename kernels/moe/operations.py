@@ -9,12 +9,16 @@ from torch import Tensor
 
 from fp8_safeguard.kernels.device import triton_installed
 from fp8_safeguard.kernels.lazy import compiled_module
-from fp8_safeguard.kernels.moe import eager, library
+from fp8_safeguard.kernels.moe import eager
 
 
 def operations(x: Tensor) -> ModuleType:
     """What to call with x: under torch.compile the operators of `library`, else what runs."""
-    return library if torch.compiler.is_compiling() else running(x)
+    if not torch.compiler.is_compiling():
+        return running(x)
+    from fp8_safeguard.kernels.moe import library
+
+    return library
 
 
 def running(x: Tensor) -> ModuleType:

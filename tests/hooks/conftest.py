@@ -97,7 +97,7 @@ class Reading:
         return {s.gemm or f"{s.operand} {s.layout}" for s in self.sample.slots if s.layer == layer}
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def read() -> Callable[[Guard], Reading]:
     def last(guard: Guard) -> Reading:
         document = guard.last_sample()
@@ -303,3 +303,27 @@ def train() -> Callable[..., list[torch.Tensor]]:
         return inputs
 
     return steps
+
+
+@pytest.fixture
+def both(watch: Callable[..., Guard]) -> Callable[..., Guard]:
+    """Train the same model without and with a guard: parameters, gradients and random state must be bit-equal."""
+    alive = []
+
+    def run(build: Callable[[], nn.Module], drive: Callable[[nn.Module], object], **options: Any) -> Guard:
+        ends: list[list[torch.Tensor | None]] = []
+        for observed in (False, True):
+            torch.manual_seed(0)
+            alive.append(model := build())
+            guard = watch(model, **options) if observed else None
+            torch.manual_seed(1)
+            drive(model)
+            gradients = [p.grad for p in model.parameters()]
+            ends.append([*model.state_dict().values(), *gradients, torch.get_rng_state()])
+        assert guard is not None
+        for plain, monitored in zip(*ends, strict=True):
+            assert (plain is None) == (monitored is None)
+            assert plain is None or torch.equal(plain, monitored)
+        return guard
+
+    return run

@@ -214,7 +214,7 @@ def test_coverage_names_every_layer_and_parameter(watch: Watch, train: Train) ->
     guard.last_sample()
     after = {row["name"]: row for row in guard.coverage()}
     assert after["idle"]["status"] == "not observed"
-    assert "no forward call in 1 samples" in after["idle"]["reason"]
+    assert "registered, never called" in after["idle"]["reason"]
     assert after["body.plain"]["status"] == "observed"
 
 

@@ -68,3 +68,55 @@ def test_frames_under_way_are_passed_over_and_with_all_of_them_there_is_none() -
     assert ring.acquire() is None
     copies[1].done = True
     assert ring.acquire() is ring._frames[1]
+
+
+class TestVariants:
+    """What-ifs of a slot: rows behind those of all slots, there only in steps that measured some."""
+
+    def test_they_stand_behind_the_slots_in_their_order(self) -> None:
+        frame = Frame(4, CPU)
+        frame.add(0, vectors(2, 1.0))
+        frame.add_variant(2, "late", "e5m2", vectors(2, 3.0), experts=2)
+        frame.add_variant(0, "early", "e4m3", vectors(1, 5.0))
+        snapshot = frame.snapshot()
+        assert snapshot.numpy().shape == (7, VECTOR_LENGTH)
+        found = [(v.slot_row, v.name, v.fmt, v.first_row, v.experts) for v in snapshot.variants]
+        assert found == [(0, "early", "e4m3", 4, 1), (2, "late", "e5m2", 5, 2)]
+        assert (snapshot.numpy()[4:, 0] == [5.0, 3.0, 3.0]).all()
+        assert frame.filled == {0}
+
+    def test_parts_merge_at_the_experts_that_they_are_of(self) -> None:
+        frame = Frame(3, CPU)
+        for first, base in ((0, 3.0), (2, 7.0), (2, 1.0)):
+            frame.add_variant(0, "pow2", "e4m3", vectors(1, base), experts=3, first=first)
+        values = frame.snapshot().numpy()[3:]
+        merged = TensorStats.merge(
+            TensorStats.from_vector(vectors(1, base)[0].numpy()) for base in (7.0, 1.0)
+        )
+        assert (values[0] == 3.0).all()
+        assert (values[1] == 0.0).all()
+        assert (values[2] == merged.to_vector()).all()
+
+    def test_what_was_added_is_a_copy_and_a_snapshot_stays_as_it_is(self) -> None:
+        frame, given = Frame(1, CPU), vectors(1, 2.0)
+        frame.add_variant(0, "pow2", "e4m3", given)
+        given.zero_()
+        snapshot = frame.snapshot()
+        frame.add_variant(0, "pow2", "e4m3", vectors(1, 2.0))
+        assert (snapshot.numpy()[1] == 2.0).all()
+        [held] = frame.variants_of({0})
+        assert held[0, 0] == 4.0
+        assert frame.variants_of({1}) == []
+
+    def test_the_next_step_begins_without_them(self) -> None:
+        ring = Ring(1, CPU, size=1)
+        first = ring.acquire()
+        assert first is not None
+        first.add_variant(0, "pow2", "e4m3", vectors(1, 2.0))
+        first.closely = frozenset({"layer"})
+        second = ring.acquire()
+        assert second is first
+        assert second.closely is None
+        snapshot = second.snapshot()
+        assert snapshot.variants == ()
+        assert snapshot.numpy().shape == (1, VECTOR_LENGTH)

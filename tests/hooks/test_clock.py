@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -157,16 +156,23 @@ def test_a_closure_that_runs_the_forward_inside_step_belongs_to_that_step(steps:
     assert rows == [4 * first, 4 * (len(calls) - first)]
 
 
-def test_an_optimizer_inside_backward_ends_no_step(steps: Any) -> None:
-    model = nn.Linear(8, 8)
+@pytest.mark.parametrize("counts", [False, True])
+def test_an_optimizer_inside_backward_ends_the_step_when_the_backward_is_over(
+    steps: Any, read: Read, counts: bool
+) -> None:
+    """One optimizer for each parameter: their steps in one backward are one step."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     guard, arrived = steps(model)
     optimizers = {p: torch.optim.SGD([p], 0.1) for p in model.parameters()}
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(lambda p: optimizers[p].step())
-    backward(model)
-    assert guard.last_sample() is None
-    guard.step(0)
-    assert arrived() == [0]
+    for n in range(3):
+        backward(model)
+        if counts:
+            guard.step(n)
+        if n == 1:
+            assert [read(guard)[f"{i} dy row"].rows for i in (0, 1)] == [4, 4]
+    assert arrived() == [0, 1, 2]
 
 
 class TestLossScale:
@@ -286,20 +292,3 @@ def test_a_budget_leaves_samples_out_and_says_so_once(
     train(model, torch.optim.SGD(model.parameters(), 0.1), 4)
     assert arrived() == [0]
     assert sum("overhead_budget" in r.message for r in caplog.records) == 1
-
-
-def test_a_compiled_model_reports_nothing_and_the_log_says_why(
-    steps: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = nn.Linear(8, 8)
-    _, arrived = steps(model)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    compiled = torch.compile(model, backend="eager")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for _ in range(2):
-            backward(compiled)
-            optimizer.step()
-    torch._dynamo.reset()
-    assert arrived() == []
-    assert sum("torch.compile" in r.message for r in caplog.records) == 1

@@ -25,7 +25,7 @@ ALERT = {
 def options() -> Options:
     return resolve(
         server="http://127.0.0.1:1", token=None, run="r", attempt="0", group="0", groups=1, every=1, recompute=1,
-        overhead_budget=None, mode="observe", thresholds="floor", spool_dir="",
+        overhead_budget=None, mode="observe", thresholds="floor", spool_dir="", shadow=False,
     )  # fmt: skip
 
 

@@ -109,7 +109,7 @@ def test_b16_a_forward_without_backward_is_freed(watch: Watch) -> None:
 def test_a_fault_of_ours_is_one_log_line_and_training_goes_on(
     watch: Watch, train: Train, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from fp8_safeguard.hooks import capture
+    from fp8_safeguard.hooks import operands
 
     def broken(*arguments: object, **options: object) -> torch.Tensor:
         raise RuntimeError("kernel is broken")
@@ -117,7 +117,9 @@ def test_a_fault_of_ours_is_one_log_line_and_training_goes_on(
     model = nn.Sequential(nn.Linear(8, 8), Fp8Linear(8, 8))
     guard = watch(model)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    monkeypatch.setattr(capture, "tensor_stats", broken)
+    for name in ("tensor_stats", "layout_stats"):
+        monkeypatch.setattr(operands, name, broken)
+    monkeypatch.setattr(operands.recompute, "weigh", broken)
     train(model, optimizer, 3)
     lines = [r.message for r in caplog.records if "kernel is broken" in r.message]
     assert len(lines) == len(set(lines)) == 2  # the forward and the backward

@@ -1,12 +1,14 @@
 """The device branch of the FP8 linear layers: the same values as on a CPU, and nothing read back to the host."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -20,6 +22,7 @@ from fp8_safeguard.kernels import (
     triton_fused,
 )
 from fp8_safeguard.kernels.dispatch import use_gemm_backend
+from fp8_safeguard.kernels.numbers import numbered
 from fp8_safeguard.kernels.triton_launch import Launch
 
 FP8 = LinearPrecision()
@@ -287,6 +290,38 @@ def test_operators_promise_the_compiler_what_they_return(tensors: Any, experts: 
     for operands, offsets, alignment in ((grouped, ALIGNED, 16), (dense, None, 1)):
         arguments = (*operands, None, offsets, *library.encoded(FP8), "triton", alignment, 0, True, True)
         torch.library.opcheck(library.linear_forward, arguments, test_utils=("test_faketensor",))
+        for steering in (Steering(FP8), Steering(BF16)):
+            steered = (*arguments, steering.number)
+            torch.library.opcheck(library.linear_forward, steered, test_utils=("test_faketensor",))
+
+
+class Steering:
+    """An observer that only says with which precision its layer computes."""
+
+    wants = False
+
+    def __init__(self, precision: LinearPrecision) -> None:
+        self.precision = precision
+        self.number = numbered(self)
+
+
+def test_a_steered_layer_changes_its_precision_in_one_graph(tensors: Any, experts: Any) -> None:
+    """What one precision does not keep for the backward is room in the graph that another one uses."""
+    grouped = experts[0][:208], experts[1], experts[2][:208], ALIGNED
+    counter = CompileCounterWithBackend("aot_eager")
+    steering = Steering(FP8)
+    mixed = LinearPrecision(fprop="bf16", x=OperandFormat(fmt="e5m2"), dy=OperandFormat(multiplier=0.5))
+    for function, operands, more in (
+        (fp8_linear, tensors, {}),
+        (fp8_grouped_linear, grouped, {"alignment": 16}),
+    ):
+        layer = torch.compile(function, fullgraph=True, backend=counter)
+        for precision in (FP8, BF16, mixed, replace(mixed, fprop="fp8", dgrad="bf16")):
+            steering.precision = precision
+            got = three(layer, *operands, stats=steering, backend="triton", **more)
+            wanted = three(function, *operands, precision=precision, backend="triton", **more)
+            assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+    assert counter.frame_count == 2
 
 
 def saved_bytes(layer: Any, x: Tensor, w: Tensor, *more: Any, **keywords: Any) -> int:

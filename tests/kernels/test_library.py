@@ -21,10 +21,12 @@ from fp8_safeguard.kernels import (
     grouped_gemm_nt,
     grouped_gemm_wgrad,
     library,
+    numbers,
     quantize,
     tensor_stats,
 )
 from fp8_safeguard.kernels.dispatch import use_gemm_backend
+from fp8_safeguard.kernels.numbers import numbered
 
 MIXED = LinearPrecision(
     dgrad="bf16", x=OperandFormat(scale="pow2", multiplier=0.5), dy=OperandFormat(fmt="e5m2")
@@ -150,6 +152,47 @@ def test_an_observer_is_told_from_inside_the_graph_and_sampling_does_not_compile
             assert ours[3] is theirs[3] is None
             assert_equal(list(ours[:3]), list(theirs[:3]))
     assert counter.frame_count == 1
+
+
+class Steering(Sampler):
+    """An observer that says the precision too."""
+
+    def __init__(self, precision: LinearPrecision) -> None:
+        super().__init__()
+        self.precision = precision
+        self.number = numbered(self)
+
+
+def test_a_steering_observer_changes_the_precision_in_the_graph_that_there_is(
+    generator: torch.Generator,
+) -> None:
+    module = Fp8Linear(64, 32)
+    module.observer = steering = Steering(LinearPrecision())
+    x = torch.randn(20, 64, generator=generator)
+    layer, counter = compiled(module)
+    for precision in (
+        LinearPrecision(),
+        MIXED,
+        LinearPrecision(fprop="bf16", wgrad="bf16"),
+        LinearPrecision(),
+    ):
+        steering.precision = module.precision = precision
+        assert_equal(results(layer, module, x), results(module, module, x))
+    assert counter.frame_count == 1
+
+
+def test_a_layer_is_multiplied_as_before_when_its_steering_observer_is_gone(
+    generator: torch.Generator,
+) -> None:
+    """As a checkpoint does that repeats a forward after the observer was taken off."""
+    x, w = torch.randn(20, 64, generator=generator), torch.randn(32, 64, generator=generator)
+    arguments = x, w, None, None, *library.encoded(LinearPrecision()), "native", 1, 1, True, True
+    steering = Steering(MIXED)
+    number = steering.number
+    wanted = library.linear_forward(*arguments, number)
+    del steering
+    assert numbers.found(number) is None
+    assert_equal(list(library.linear_forward(*arguments, number)), list(wanted))
 
 
 def test_an_observer_may_be_exchanged(generator: torch.Generator) -> None:

@@ -1,0 +1,96 @@
+"""Runs arms in turns, a sampling cycle at a time, and compares their totals."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import harness
+
+
+class Arm(Protocol):
+    """One way to train: with or without something that watches."""
+
+    name: str
+    steps: int
+    """Training steps of a cycle."""
+
+    def begin(self) -> None:
+        """Build the model and attach what watches it."""
+
+    def cycle(self) -> None:
+        """One sampling cycle, with whatever its samples cause later."""
+
+    def end(self) -> None:
+        """Take everything off again."""
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What one cycle took, in seconds a step."""
+
+    cpu_seconds: float
+    """Of all threads of this process."""
+    wall_seconds: float
+
+
+Turns = dict[str, list[Spent]]
+"""By arm, its cycles in the order of the rounds."""
+
+
+def run(arms: Sequence[Arm], rounds: int, started: Callable[[], object] = lambda: None) -> Turns:
+    """Every arm once a round, each in its own place of the order every time; a cycle before, not counted.
+
+    `started` is called once the arms are warm.
+    """
+    for arm in arms:
+        arm.begin()
+        arm.cycle()
+    started()
+    turns: Turns = {arm.name: [] for arm in arms}
+    for number in range(rounds):
+        for arm in _ordered(arms, number):
+            turns[arm.name].append(timed(arm))
+    return turns
+
+
+def _ordered(arms: Sequence[Arm], number: int) -> list[Arm]:
+    """Turned by one place each round, and every other round backwards: nobody always follows the same one."""
+    first = (number // 2) % len(arms)
+    turned = [*arms[first:], *arms[:first]]
+    return turned[::-1] if number % 2 else turned
+
+
+def timed(arm: Arm) -> Spent:
+    """One cycle."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    arm.cycle()
+    cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+    return Spent(max(cpu, 1e-9) / arm.steps, wall / arm.steps)
+
+
+def ratio_of_totals(mine: Sequence[float], theirs: Sequence[float]) -> harness.Ratio:
+    """The sum of one over the sum of the other, and its 95 % interval from resampled rounds.
+
+    A median over rounds would leave out the round in which something rare and expensive happened.
+    """
+    draw, ratios = random.Random(0), []
+    for _ in range(harness.BOOTSTRAP_SAMPLES):
+        drawn = draw.choices(range(len(mine)), k=len(mine))
+        ratios.append(sum(mine[i] for i in drawn) / sum(theirs[i] for i in drawn))
+    ratios.sort()
+    low, high = (ratios[int(share * harness.BOOTSTRAP_SAMPLES)] for share in (0.025, 0.975))
+    return harness.Ratio(sum(mine) / sum(theirs), low, high, 1e3 * sum(mine) / len(mine))
+
+
+def cpu(turns: Sequence[Spent]) -> list[float]:
+    """CPU seconds a step."""
+    return [spent.cpu_seconds for spent in turns]
+
+
+def wall(turns: Sequence[Spent]) -> list[float]:
+    """Wall seconds a step."""
+    return [spent.wall_seconds for spent in turns]

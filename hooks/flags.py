@@ -1,0 +1,186 @@
+"""Remembers which layers are in breach, for a closer look at them."""
+
+# Shapes: S slots of a sample, F places (each slot of the model, and behind it its worst expert).
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from fp8_safeguard.hooks.layers import ObservedLayer, Part
+from fp8_safeguard.monitor.columns import StatsTable, empty_column
+from fp8_safeguard.monitor.history import History
+from fp8_safeguard.monitor.metrics import ALL_COLUMNS
+from fp8_safeguard.monitor.nonfinite import find_origin
+from fp8_safeguard.monitor.signals import Measures, SlotList, compile_slots, find_breaches, history_values
+from fp8_safeguard.monitor.thresholds import get_preset
+from fp8_safeguard.monitor.wire import Sample
+
+FLAG_SAMPLES = 3
+"""How many samples of a layer go on being looked at closely after its last breach."""
+FLAGGED_LAYERS = 8
+"""Layers that are flagged at once: the latest and then the worst. A fault that breaks all of them needs no more evidence."""
+CLOSE_LAYERS = 2
+"""Flagged layers that one sample looks at closely, in turn. It is what bounds the cost of a sample: the three whole GEMMs of
+a layer once more in float32, and a few hundred rows of each for the alternatives."""
+LOOKS_AT_ONCE = 4
+"""After so many looks at a layer that stays flagged one sample more passes between any two of them, and so on."""
+LONGEST_WAIT = 8
+"""Samples from one look to the next, at most: what is in breach for good costs an eighth of what a new fault may."""
+MIN_COUNT = 1024
+"""Elements below which a slot is too noisy to flag its layer."""
+
+_NEVER = -LONGEST_WAIT
+_Rank = tuple[bool, bool, float]
+_WORST: _Rank = (True, True, math.inf)
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """A layer in breach, or lately so."""
+
+    layer: str
+    rank: _Rank
+    """Act level, instant level, how far beyond: larger is worse."""
+    samples_left: int
+
+    @property
+    def order(self) -> tuple[int, _Rank]:
+        """The latest breaches first, the worst of them before the others."""
+        return self.samples_left, self.rank
+
+
+class Flags:
+    """Which layers deserve whole GEMMs and what-ifs.
+
+    The sender's thread writes: it builds the samples and hears the server. The training thread reads one immutable
+    tuple, and so never waits for it.
+    """
+
+    def __init__(self, layers: Sequence[ObservedLayer], thresholds: str) -> None:
+        self._preset = get_preset(thresholds)
+        self._slots = [layer.slots[part] for layer in layers for part in Part]
+        self._names = frozenset(layer.name for layer in layers)
+        self._empty = {name: empty_column(name, 2 * len(self._slots)) for name in ALL_COLUMNS}
+        self._compiled: dict[tuple[str | None, ...], SlotList] = {}
+        self._history = History()
+        self._looked_at: int | None = None
+        self._writing = threading.Lock()
+        self._flagged: tuple[Flag, ...] = ()
+        self._looks: dict[str, tuple[int, int]] = {}
+        """How often each flagged layer was chosen, and at which choice the last time."""
+        self._choices = 0
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Names of the flagged layers, those that need a closer look most first."""
+        return tuple(flag.layer for flag in self._flagged)
+
+    def choose(self, measured: Callable[[str], bool]) -> frozenset[str]:
+        """The layers to look at closely in the step that begins, of those that it measures. Training thread only."""
+        flagged = self._flagged
+        if not flagged:
+            self._looks = {}
+            return frozenset()
+        looks = {flag.layer: self._looks.get(flag.layer, (0, _NEVER)) for flag in flagged}
+        due = [layer for layer, (count, at) in looks.items() if self._choices - at >= _wait(count)]
+        due.sort(key=lambda layer: looks[layer][1])
+        chosen = [layer for layer in due if measured(layer)][:CLOSE_LAYERS]
+        self._looks = {**looks, **{layer: (looks[layer][0] + 1, self._choices) for layer in chosen}}
+        self._choices += 1
+        return frozenset(chosen)
+
+    def look(self, sample: Sample) -> None:
+        """Flag the layers of a finished sample that are beyond a level; the others' flags grow old."""
+        with self._writing:
+            if sample.step == self._looked_at:
+                return
+            self._looked_at = sample.step
+            self._update(self._in_breach(sample), {slot.layer for slot in sample.slots})
+
+    def hear(self, reply: Mapping[str, Any]) -> None:
+        """Flag the layers that the server's alerts and decisions name."""
+        told: dict[str, _Rank] = {}
+        for kind in ("alerts", "decisions"):
+            listed = reply.get(kind)
+            for item in listed if isinstance(listed, list | tuple) else ():
+                layer = item.get("layer") if isinstance(item, Mapping) else None
+                if isinstance(layer, str) and layer in self._names and item.get("action") != "restore":
+                    acts = kind == "decisions" or item.get("severity") == "act"
+                    told[layer] = max(told.get(layer, (False, False, 0.0)), (acts, False, 0.0))
+        if told:
+            with self._writing:
+                self._update(told, set())
+
+    def _update(self, ranks: Mapping[str, _Rank], seen: set[str]) -> None:
+        """`seen`: the layers of the sample."""
+        kept = {flag.layer: flag for flag in self._flagged}
+        for layer, flag in list(kept.items()):
+            if layer in seen:
+                kept[layer] = replace(flag, samples_left=flag.samples_left - 1)
+        kept.update({layer: Flag(layer, rank, FLAG_SAMPLES) for layer, rank in ranks.items()})
+        lasting = sorted(
+            (f for f in kept.values() if f.samples_left > 0), key=lambda f: f.order, reverse=True
+        )
+        self._flagged = tuple(lasting[:FLAGGED_LAYERS])
+
+    def _in_breach(self, sample: Sample) -> dict[str, _Rank]:
+        """How bad each layer is that is beyond a level, by the rules that the server has too."""
+        found: dict[str, _Rank] = {}
+        counts = sample.table.derive("nonfinite_count")
+        origin = find_origin(sample.slots, sample.indices, counts)
+        if origin is not None:
+            # Downstream of it everything is non-finite; only where it begins there is something to learn.
+            found[origin.slot.layer] = _WORST
+        measures = Measures(self._placed(sample))
+        compiled = self._slot_list(sample)
+        values = history_values(compiled, measures)
+        values[~compiled.is_gemm] = np.nan  # a jump of amax or kurtosis is never FP8's fault
+        medians = self._history.medians(compiled.keys)
+        breaches = find_breaches(compiled, measures, medians)
+        for breach in breaches:
+            rank = (breach.severity == "act", breach.instant, breach.excess)
+            found[breach.layer] = max(found.get(breach.layer, rank), rank)
+        calm = np.array([slot.layer not in found for slot in self._slots], dtype=bool)
+        self._history = self._history.added(compiled.keys, values, np.stack([calm, calm], axis=1))
+        return found
+
+    def _slot_list(self, sample: Sample) -> SlotList:
+        """Places of all slots, whatever this sample holds: the list stays the same while the formats do."""
+        fmts: list[str | None] = [None] * len(self._slots)
+        for slot, index in zip(sample.slots, sample.indices, strict=True):
+            if slot.variant is None:
+                fmts[index] = slot.fmt
+        key = tuple(fmts)
+        if key not in self._compiled:
+            named = [replace(slot, fmt=fmt) for slot, fmt in zip(self._slots, fmts, strict=True)]
+            # Which expert is worst changes from sample to sample; which one it is does not matter here.
+            both = tuple(place for slot in named for place in (slot, replace(slot, expert=0)))
+            self._compiled = {key: compile_slots(both, self._preset)}
+        return self._compiled[key]
+
+    def _placed(self, sample: Sample) -> StatsTable:
+        """The sample's real slots at their places [F]; everything is null elsewhere."""
+        large = sample.columns["count"] >= MIN_COUNT
+        taken = [
+            (position, 2 * index + (slot.expert is not None))
+            for position, (slot, index) in enumerate(zip(sample.slots, sample.indices, strict=True))
+            if slot.variant is None and large[position]
+        ]
+        source, place = np.array(taken, dtype=np.intp).reshape(-1, 2).T
+        columns, nulls = {}, {}
+        for name, (empty, absent) in self._empty.items():
+            columns[name], nulls[name] = empty.copy(), absent.copy()
+            columns[name][place] = sample.columns[name][source]
+            nulls[name][place] = sample.nulls[name][source]
+        return StatsTable(columns, nulls)
+
+
+def _wait(looks: int) -> int:
+    """Choices from one look at a layer to its next, after so many."""
+    return min(1 + looks // LOOKS_AT_ONCE, LONGEST_WAIT)

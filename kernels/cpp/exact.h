@@ -1,0 +1,27 @@
+// What the judges of sampled rows read and write; filled in by native_exact.py, field by field.
+#pragma once
+
+#include <cstdint>
+
+// Rows of a times b at float32 precision. Strides count elements.
+struct ExactJob {
+  const void *a;         // bfloat16 or float32 [.., depth]
+  int64_t a_is_bfloat16, a_row_stride, a_k_stride;
+  const int64_t *places; // [rows] which rows of a, or null: the first ones
+  int64_t rows, depth, columns;
+  const void *b;         // bfloat16 or float32 [depth, columns], or [columns, depth] where `turned`; its lines are dense
+  int64_t b_is_bfloat16, b_stride, turned;
+  float *out;            // [rows, columns], dense
+};
+
+// A result at high precision against the actual one.
+struct Comparison {
+  const float *exact;    // [rows, columns]
+  int64_t exact_stride;
+  const void *actual;    // bfloat16 or float32 [.., columns]; its lines are dense
+  int64_t actual_is_bfloat16, actual_stride;
+  const int64_t *places; // [rows] which rows of it, or null: the first ones
+  const float *bias;     // [columns] added to exact, or null
+  int64_t rows, columns;
+  double *stats;         // [29], zeros before
+};

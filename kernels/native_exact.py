@@ -1,0 +1,169 @@
+"""Sampled rows of products at float32 precision, and how they compare."""
+
+# Shapes: R wanted rows, S the summed dimension, C columns, V = 29 TensorStats entries.
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from fp8_safeguard.kernels import native, native_gemm
+from fp8_safeguard.monitor.stats import VECTOR_LENGTH
+
+TILE_LEVEL = native_gemm.INSTRUCTION_SETS.index("AMX")
+"""Products need matrix tiles: in vectors torch is as fast."""
+
+DTYPES = (torch.float32, torch.bfloat16)
+"""What the library reads; anything else is for torch."""
+
+
+class _Product(ctypes.Structure):
+    """`struct ExactJob` of cpp/exact.h."""
+
+    _fields_ = (
+        ("a", ctypes.c_void_p),
+        ("a_is_bfloat16", ctypes.c_int64),
+        ("a_row_stride", ctypes.c_int64),
+        ("a_k_stride", ctypes.c_int64),
+        ("places", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("depth", ctypes.c_int64),
+        ("columns", ctypes.c_int64),
+        ("b", ctypes.c_void_p),
+        ("b_is_bfloat16", ctypes.c_int64),
+        ("b_stride", ctypes.c_int64),
+        ("turned", ctypes.c_int64),
+        ("out", ctypes.c_void_p),
+    )
+
+
+class _Comparison(ctypes.Structure):
+    """`struct Comparison` of cpp/exact.h."""
+
+    _fields_ = (
+        ("exact", ctypes.c_void_p),
+        ("exact_stride", ctypes.c_int64),
+        ("actual", ctypes.c_void_p),
+        ("actual_is_bfloat16", ctypes.c_int64),
+        ("actual_stride", ctypes.c_int64),
+        ("places", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("columns", ctypes.c_int64),
+        ("stats", ctypes.c_void_p),
+    )
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    """The shared library with these calls declared; None where it was not built, or from sources of another version."""
+    loaded = native.library()
+    size = getattr(loaded, "fp8_native_exact_job_bytes", None)
+    if loaded is None or size is None or size() != ctypes.sizeof(_Product) + ctypes.sizeof(_Comparison):
+        return None
+    loaded.fp8_native_exact_rows.argtypes = (ctypes.POINTER(_Product), ctypes.c_int)
+    loaded.fp8_native_compare.argtypes = (ctypes.POINTER(_Comparison), ctypes.c_int)
+    loaded.fp8_native_compare.restype = None
+    return loaded
+
+
+def available() -> bool:
+    """Whether the native comparison was built."""
+    return _library() is not None
+
+
+def rows_of_product(a_RS: Tensor, b_SC: Tensor, places: Tensor | None = None) -> Tensor | None:
+    """a[places] @ b, float32 [R,C], as near the exact product as float32's own rounding; None where torch has to.
+
+    Tiles multiply thirds of float32 numbers, whose products are exact, and add in float32. None without matrix tiles,
+    for other dtypes, for a b without unit stride, and for numbers that tiles cannot take: non-finite ones, and a b that
+    is all below 2^-60 or beyond 2^60. a may have any strides; `places` is int64 [R] on the CPU.
+    """
+    loaded, turned = _library(), b_SC.stride(-1) != 1
+    if loaded is None or native_gemm.level() < TILE_LEVEL or not (_is_read(a_RS) and _is_read(b_SC)):
+        return None
+    if turned and b_SC.stride(0) != 1:
+        return None
+    places = _listed(places)
+    rows = a_RS.shape[0] if places is None else places.shape[0]
+    out_RC = torch.empty((rows, b_SC.shape[1]), dtype=torch.float32, device="cpu")
+    job = _Product(
+        a=a_RS.data_ptr(),
+        a_is_bfloat16=a_RS.dtype == torch.bfloat16,
+        a_row_stride=a_RS.stride(0),
+        a_k_stride=a_RS.stride(1),
+        places=None if places is None else places.data_ptr(),
+        rows=rows,
+        depth=b_SC.shape[0],
+        columns=b_SC.shape[1],
+        b=b_SC.data_ptr(),
+        b_is_bfloat16=b_SC.dtype == torch.bfloat16,
+        b_stride=b_SC.stride(1) if turned else b_SC.stride(0),
+        turned=turned,
+        out=out_RC.data_ptr(),
+    )
+    return None if loaded.fp8_native_exact_rows(ctypes.byref(job), native_gemm.level()) else out_RC
+
+
+def compare_rows(
+    exact_RC: Tensor, actual_RC: Tensor, places: Tensor | None = None, bias_C: Tensor | None = None
+) -> Tensor | None:
+    """float64 [V]: x = exact (+ bias), xq = actual[places], in one pass; None where torch has to compare them.
+
+    Elements that are not finite in either are counted and left out of the rest. `places` is int64 [R] on the CPU, the
+    bias float32.
+    """
+    loaded = _library()
+    given = exact_RC, actual_RC
+    if (
+        loaded is None
+        or exact_RC.dtype != torch.float32
+        or not all(_is_read(x) and _is_dense(x) for x in given)
+    ):
+        return None
+    if bias_C is not None and not (
+        bias_C.dtype == torch.float32 and _is_read(bias_C) and bias_C.is_contiguous()
+    ):
+        return None
+    places = _listed(places)
+    stats = torch.zeros(VECTOR_LENGTH, dtype=torch.float64, device="cpu")
+    job = _Comparison(
+        exact=exact_RC.data_ptr(),
+        exact_stride=exact_RC.stride(0),
+        actual=actual_RC.data_ptr(),
+        actual_is_bfloat16=actual_RC.dtype == torch.bfloat16,
+        actual_stride=actual_RC.stride(0),
+        places=None if places is None else places.data_ptr(),
+        bias=None if bias_C is None else bias_C.data_ptr(),
+        rows=exact_RC.shape[0],
+        columns=exact_RC.shape[1],
+        stats=stats.data_ptr(),
+    )
+    loaded.fp8_native_compare(ctypes.byref(job), native.level())
+    return stats
+
+
+def _listed(places: Tensor | None) -> Tensor | None:
+    """The places, one behind the other: the library reads memory."""
+    if places is None:
+        return None
+    kind = places.dtype, places.device.type
+    assert kind == (torch.int64, "cpu"), f"places are {places.dtype} on {places.device}"
+    return places.contiguous()
+
+
+def _is_read(x: Tensor) -> bool:
+    """Whether the library can read this matrix or vector where it lies."""
+    if x.device.type != "cpu" or x.dtype not in DTYPES or x.is_neg():
+        return False
+    try:
+        return x.data_ptr() != 0 or x.numel() == 0
+    except RuntimeError:  # under torch.func
+        return False
+
+
+def _is_dense(x_RC: Tensor) -> bool:
+    return x_RC.stride(-1) == 1 or x_RC.shape[-1] <= 1

@@ -1,0 +1,73 @@
+"""The error of sampled rows is that of the whole GEMM, wherever in it the error sits."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from fp8_safeguard.hooks.judge import row_standard_error
+from fp8_safeguard.hooks.recompute import SAMPLED_ROWS, RowSampler
+
+CPU = torch.device("cpu")
+DRAWS = 1500
+CASES = ("alike", "decades", "rare", "band", "periodic", "rising")
+
+
+def row_sums(case: str, total: int) -> tuple[np.ndarray, np.ndarray]:
+    """sum_sq and sum_sq_err of each row of a result with 128 columns."""
+    generator = np.random.default_rng(CASES.index(case))
+    signal = generator.chisquare(128, total)
+    error = 0.036**2 * generator.chisquare(128, total)
+    row = np.arange(total)
+    factors = {
+        "alike": np.ones(total),
+        "decades": np.exp(generator.normal(0.0, 1.5, total)),
+        "rare": np.where(generator.random(total) < 0.01, 400.0, 1.0),
+        "band": np.where((row >= total // 3) & (row < total // 3 + 40), 400.0, 1.0),
+        "periodic": np.where(row % 16 == 0, 400.0, 1.0),
+        "rising": np.exp(6.0 * row / total),
+    }[case]
+    # Tokens of other magnitudes have both; what is broken has only the error.
+    return signal * (factors if case == "decades" else 1.0), error * factors
+
+
+def draws(case: str, total: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Row sums, and estimates [draws] of the total squared error and of the relative error."""
+    signal, error = row_sums(case, total)
+    sampler = RowSampler(3)
+    rows = torch.stack([sampler.rows(total, CPU) for _ in range(DRAWS)]).numpy()
+    whole = error[rows].sum(axis=1) / SAMPLED_ROWS * total
+    return signal, error, whole, np.sqrt(error[rows].sum(axis=1) / signal[rows].sum(axis=1))
+
+
+@pytest.mark.parametrize("total", [1000, 4096])
+@pytest.mark.parametrize("case", CASES)
+def test_the_sum_over_the_rows_is_unbiased(case: str, total: int) -> None:
+    _, error, estimates, _ = draws(case, total)
+    standard_error = estimates.std() / math.sqrt(DRAWS)
+    assert abs(estimates.mean() - error.sum()) < 4.5 * standard_error
+    # The test can tell a bias of a few percent from none, except where a handful of rows hold all of the error.
+    assert standard_error < (0.04 if case in ("rare", "band") else 0.02) * error.sum()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_relative_errors_standard_error_is_the_ratio_estimators(case: str) -> None:
+    signal, error, _, found = draws(case, 4096)
+    whole = math.sqrt(error.sum() / signal.sum())
+    predicted = row_standard_error(signal, error) * whole
+    # Strata can only help: much where neighbours are alike, not at all where rows are in no order.
+    assert found.std() < 1.15 * predicted
+    if case == "alike":
+        assert found.std() == pytest.approx(predicted, rel=0.1)
+        assert found.mean() == pytest.approx(whole, rel=0.01)
+        assert predicted < 0.02 * whole
+    if case == "rising":
+        assert found.std() < 0.2 * predicted
+
+
+def test_a_sample_of_everything_has_no_error() -> None:
+    signal, error = row_sums("decades", SAMPLED_ROWS)
+    assert row_standard_error(signal, error) == 0.0
