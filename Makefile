@@ -63,6 +63,7 @@ check: setup  ## Lint, types, import contracts, docs
 readme: setup  ## Bring the generated parts of README and docs up to date
 	$(BIN)/python docs/readme.py
 	$(BIN)/python docs/commands.py
+	$(BIN)/python docs/variants.py
 	$(BIN)/python benchmarks/gpu/floors.py
 
 screenshots: setup  ## Take the pictures of the pages in docs/images again

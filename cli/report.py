@@ -61,6 +61,7 @@ def report(
     safe, watch, keep_bf16, or unknown where too little was measured. The judge
     is the error of the recomputed GEMM over the range of steps; of a long
     range the newest steps are read. On a BF16 run attach with shadow=True.
+    A model of which a weight matrix was not observed is not ready.
 
     Examples:
         fp8-safeguard report my-run
@@ -80,7 +81,7 @@ def report(
         with destination(output) as out:
             out.write(WRITERS[chosen](found).encode())
     if output is not None:
-        say(f"{name}: {found['summary']['sentence']}; written to {output}")
+        say(f"{_heading(found)}; written to {output}")
     if exit_code and found["summary"]["verdict"] == "not_ready":
         raise typer.Exit(1)
 
@@ -106,6 +107,7 @@ COLUMNS: Columns = {
     "limit": lambda item: percent(item["threshold"]),
     "underflow": lambda item: underflow(item),
     "samples": lambda item: item["samples"],
+    "cause": lambda item: item["cause"],
     "remedy": lambda item: remedy(item),
 }
 
@@ -123,15 +125,19 @@ def underflow(item: Item) -> str:
 
 
 def remedy(item: Item) -> str:
-    """What would be safe, or else the best of the alternatives with its error."""
-    if item["remedy"]:
-        return f"{item['remedy']} ({percent(item['best']['error_median'])})"
+    """What would be safe, or else the best of the alternatives; with its error, and its limit if that is another."""
     best = item["best"]
-    return f"best {best['variant']}: {percent(best['error_median'])}" if best else ""
+    if best is None:
+        return ""
+    error = percent(best["error_median"])
+    if best["threshold"] != item["threshold"]:
+        error = f"{error}, limit {percent(best['threshold'])}"
+    return f"{item['remedy']} ({error})" if item["remedy"] else f"best {best['variant']} ({error})"
 
 
 def _heading(found: Item) -> str:
-    return f"{found['run']}: {found['summary']['sentence']}"
+    # The sentence may name a layer, and what a layer is called is anybody's choice.
+    return printable(f"{found['run']}: {found['summary']['sentence']}")
 
 
 def facts(found: Item) -> Iterator[str]:
@@ -161,13 +167,23 @@ def reasons(found: Item) -> Iterator[str]:
         yield f"and {len(listed) - MOST_REASONS} more; --format csv has all"
 
 
+def unseen(found: Item) -> Iterator[str]:
+    """Weight matrices that were not observed, and those that the verdict does without; of many the first."""
+    for name, words in (("unobserved", "unknown"), ("left_out", "not judged")):
+        listed = found["summary"][name]
+        for each in listed[:MOST_REASONS]:
+            yield f"{printable(each['name'])}: {words}, not observed: {printable(each['reason'])}"
+        if len(listed) > MOST_REASONS:
+            yield f"and {len(listed) - MOST_REASONS} more that are {words}; --format json has all"
+
+
 def _show(found: Item) -> None:
     items = worst_first(found)
     if items:
         show(_heading(found), items, COLUMNS)
     else:
         typer.echo(_heading(found))
-    for line in (*facts(found), *reasons(found)):
+    for line in (*facts(found), *unseen(found), *reasons(found)):
         typer.echo(folded(line))
 
 
@@ -175,7 +191,7 @@ def as_table(found: Item) -> str:
     """The plain lines that a pipe gets."""
     items = worst_first(found)
     lines = table_lines(_heading(found), items, COLUMNS) if items else [_heading(found)]
-    return "\n".join([*lines, *facts(found), *reasons(found)]) + "\n"
+    return "\n".join([*lines, *facts(found), *unseen(found), *reasons(found)]) + "\n"
 
 
 def as_csv(found: Item) -> str:
@@ -198,14 +214,23 @@ def _flat(item: Item, best: tuple[str, ...]) -> dict[str, Any]:
 ITEM_NAMES = (
     *("layer", "gemm", "verdict", "reason", "source", "samples"),
     *("error_median", "error_worst", "error_worst_step", "error_latest", "error_latest_step", "threshold"),
-    *("underflow", "underflow_slot", "underflow_step", "rows_flushed", "nonfinite_samples", "remedy"),
+    *(
+        "underflow",
+        "underflow_slot",
+        "underflow_step",
+        "rows_flushed",
+        "nonfinite_samples",
+        "cause",
+        "remedy",
+    ),
 )
 
 
 def as_markdown(found: Item) -> str:
     """A page to be kept beside the model."""
     columns = {**COLUMNS, "why": lambda item: item["reason"]}
-    lines = [f"# {_heading(found)}", "", *(f"- {_escaped(fact)}" for fact in facts(found)), ""]
+    listed = (*facts(found), *unseen(found))
+    lines = [f"# {_escaped(_heading(found))}", "", *(f"- {_escaped(fact)}" for fact in listed), ""]
     if found["items"]:
         lines += [_line(columns), _line(["---"] * len(columns))]
     for item in worst_first(found):

@@ -80,7 +80,8 @@ def _row(item: Mapping[str, Any]) -> CoverageRow:
 def sampling_words(sampling: Mapping[str, Any]) -> str:
     """How often, how much, how soon everything was seen, and at what cost; what the client leaves out is not said."""
     said = [
-        _capital(", ".join(part for part in (_often(sampling), _layers(sampling), _tiles(sampling)) if part)),
+        _often(sampling),
+        _capital("; ".join(part for part in (_layers(sampling), _tiles(sampling)) if part)),
         _soon(sampling),
         _cost(sampling),
     ]
@@ -91,32 +92,32 @@ def _often(sampling: Mapping[str, Any]) -> str:
     every = sampling.get("every")
     if every is None:
         return ""
-    return "every step is sampled" if every == 1 else f"one step in {every:,} is sampled"
+    return "Every step is sampled" if every == 1 else f"One step in {every:,} is sampled"
 
 
 def _layers(sampling: Mapping[str, Any]) -> str:
     chosen, layers = sampling.get("layers_per_sample"), sampling.get("layers")
     if chosen is None:
         return ""
-    if layers is None:
-        return f"{chosen:,} layers at a time"
+    if layers is not None and chosen >= layers:
+        return f"all {layers:,} layers are measured in full in each sample"
+    of_all = "" if layers is None else f" of {layers:,}"
     return (
-        f"all {layers:,} layers each time"
-        if chosen >= layers
-        else f"{chosen:,} of {layers:,} layers at a time"
+        f"{chosen:,}{of_all} layers {'is' if chosen == 1 else 'are'} measured in full in each sample, in turn"
     )
 
 
 def _tiles(sampling: Mapping[str, Any]) -> str:
-    stride = sampling.get("tile_stride")
-    return f"one block in {stride:,} of those" if stride is not None and stride > 1 else ""
+    stride, chosen = sampling.get("tile_stride"), sampling.get("layers_per_sample")
+    others = "" if chosen is None else "of the others "
+    return f"{others}one block in {stride:,} is read" if stride is not None and stride > 1 else ""
 
 
 def _soon(sampling: Mapping[str, Any]) -> str:
     steps = sampling.get("full_coverage_steps")
     if steps is None:
         return ""
-    return f"Every layer has been seen after {steps:,} step{'' if steps == 1 else 's'}"
+    return f"Every observed layer is measured in full within {steps:,} step{'' if steps == 1 else 's'}"
 
 
 def _cost(sampling: Mapping[str, Any]) -> str:

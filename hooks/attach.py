@@ -11,9 +11,8 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from fp8_safeguard.hooks import compiled, functional
+from fp8_safeguard.hooks import compiled
 from fp8_safeguard.hooks.capture import ForwardHook, PassHook, hook_of
-from fp8_safeguard.hooks.client import Client
 from fp8_safeguard.hooks.clock import OptimizerHook
 from fp8_safeguard.hooks.controls import Controls
 from fp8_safeguard.hooks.coverage import Coverage, Filter, discover
@@ -66,6 +65,10 @@ def attach(
     again. An `observer` of your own on one of our layers is paused until detach(). Raises OptionError,
     AlreadyAttachedError, and HookError where compiling again is forbidden.
     """
+    # Not before there is a model: they would be a fifth of what importing the hooks loads.
+    from fp8_safeguard.hooks import functional
+    from fp8_safeguard.hooks.client import Client
+
     _check_types(model, optimizer, filter)
     model = compiled.unwrapped(model)
     options = resolve(

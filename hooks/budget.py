@@ -239,7 +239,7 @@ class Budget:
         return {
             "budget": self.limit,
             "every": every,
-            "overhead_ratio": self.ratio,
+            "overhead_ratio": None if self.ratio is None else self.ratio / (1.0 + self.ratio),
             "layers_per_sample": schedule.layers,
             "layers": layers,
             "tile_stride": TILE_STRIDE if partial else 1,

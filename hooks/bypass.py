@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fp8_safeguard.hooks import operands, uses
 from fp8_safeguard.hooks.layers import ObservedLayer
-from fp8_safeguard.hooks.readable import unreadable
+from fp8_safeguard.hooks.readable import unfit, unreadable
 
 if TYPE_CHECKING:
     from fp8_safeguard.hooks.session import Session
@@ -53,7 +53,7 @@ def _unseen(session: Session) -> Iterator[ObservedLayer]:
 
 def _measure_weight(session: Session, layer: ObservedLayer) -> None:
     weight, frame = layer.weight(), session.frame
-    if weight is None or frame is None or unreadable(weight):
+    if weight is None or frame is None or unfit(weight):
         return
     state = layer.enter(frame)
     if not state.w_measured:

@@ -81,7 +81,7 @@ class ForwardHook(ModelHook):
     def _capture(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         session, layer = self.session, self.layer
         parameter = layer.parameter()
-        x = args[0] if args else next(iter(kwargs.values()), None)
+        x = args[0] if args else next((v for v in kwargs.values() if isinstance(v, Tensor)), None)
         if isinstance(x, torch.fx.Proxy):
             return
         if parameter is None or not isinstance(x, Tensor):
@@ -91,8 +91,8 @@ class ForwardHook(ModelHook):
         if uses.begin(session, layer, x, parameter) is None:
             return
         weight_NK = layer.weight()
-        if weight_NK is None or weight_NK.dim() != 2:
-            self._cannot(f"a weight of {parameter.dim()} dimensions")
+        if weight_NK is None or weight_NK.dim() != 2 or not weight_NK.numel():
+            self._cannot(f"a weight of shape {list(parameter.shape)}")
             return
         features, inputs = weight_NK.shape
         y = next((y for y in tensors_in(output) if y.dim() and y.shape[-1] == features), None)

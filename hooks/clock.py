@@ -5,13 +5,16 @@ from __future__ import annotations
 import numbers
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from fp8_safeguard.hooks.errors import OptionError
+
+if TYPE_CHECKING:
+    from fp8_safeguard.hooks.layers import ObservedLayer
 
 
 class Clock:
@@ -88,6 +91,29 @@ def _prune() -> None:
         if hook._on_step() is None:
             hook._handle.remove()
     _installed[:] = [hook for hook in _installed if hook._on_step() is not None]
+
+
+class OwnOptimizers:
+    """Which optimizers update the observed layers: the one that was named, or those found to."""
+
+    def __init__(self, model: nn.Module, layers: list[ObservedLayer], named: Optimizer | None) -> None:
+        self._model, self._layers = weakref.ref(model), layers
+        self._named = None if named is None else weakref.ref(named)
+        self._found: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+    def __contains__(self, optimizer: Optimizer) -> bool:
+        if self._named is not None:
+            return self._named() is optimizer
+        if optimizer not in self._found and self._updates_layers(optimizer):
+            self._found.add(optimizer)
+        return optimizer in self._found
+
+    def _updates_layers(self, optimizer: Optimizer) -> bool:
+        model = self._model()
+        weights = [weight for layer in self._layers for weight in layer.trainable()]
+        trained = [weight for weight in weights if weight.requires_grad]
+        # With every observed weight frozen (adapters, norms, biases) any parameter of the model will do.
+        return owns(optimizer, trained or ([] if model is None else list(model.parameters())))
 
 
 def owns(optimizer: Optimizer, parameters: Iterable[Tensor]) -> bool:

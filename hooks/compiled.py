@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 _WRAPPER = "_orig_mod"
 """Under this name a module compiled by torch.compile() holds the one that it was made from."""
+_WRAPPERS = (_WRAPPER, "_checkpoint_wrapped_module")
+"""That, and the name under which torch's checkpoint_wrapper holds its module: state_dict() leaves both out."""
 
 
 def probe(
@@ -35,7 +37,7 @@ def probe(
     """
     if not torch.is_grad_enabled() or torch.compiler.is_exporting() or _is_transformed():
         return None
-    x = args[0] if args else next(iter(kwargs.values()), None)
+    x = args[0] if args else next((v for v in kwargs.values() if isinstance(v, Tensor)), None)
     several = type(output) is tuple or type(output) is list
     y = output[0] if several and len(output) > 0 else output
     w, bias = getattr(module, hook.layer.attribute, None), getattr(module, "bias", None)
@@ -65,8 +67,8 @@ _is_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def plain_name(name: str) -> str:
-    """The name that a module or parameter has without torch.compile's wrappers around it."""
-    return ".".join(part for part in name.split(".") if part != _WRAPPER)
+    """The name that a module or parameter has without the wrappers of torch.compile and checkpoints around it."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

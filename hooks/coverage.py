@@ -91,7 +91,9 @@ class Coverage:
             return []
         places = _places(model)
         self._look_for_replaced(places, self._layers)
-        layers = [_layer_row(layer, samples, layer.name in self._replaced) for layer in self._layers]
+        # A step that no hook saw anything of is no sample, and tells as much of what is never called.
+        begun = samples > 0 or "no forward" in self._once.counts
+        layers = [_layer_row(layer, begun, layer.name in self._replaced) for layer in self._layers]
         return layers + self._left_out + list(_raw_parameters(places, self._layers, self._left_out))
 
     def changed(self, samples: int) -> tuple[CoverageRow, ...] | None:
@@ -182,7 +184,7 @@ def _refusal(module: nn.Module, name: str, keep: Filter) -> str:
     return "" if keep(module, name) else "excluded by filter"
 
 
-def _layer_row(layer: ObservedLayer, samples: int, replaced: bool) -> CoverageRow:
+def _layer_row(layer: ObservedLayer, begun: bool, replaced: bool) -> CoverageRow:
     module = layer.module()
     shape = [] if module is None else _shape(module, layer.attribute)
     if replaced:
@@ -194,12 +196,14 @@ def _layer_row(layer: ObservedLayer, samples: int, replaced: bool) -> CoverageRo
         return _row(layer.name, shape, "not observed", reason)
     if layer.remark and not layer.seen:
         return _row(layer.name, shape, "not observed", layer.remark)
-    if samples and not layer.seen:
+    if begun and not layer.seen:
         reason = "registered, never called: unused, compiled, or its weight is used without the module"
         return _row(layer.name, shape, "not observed", reason)
     status = "adapted" if layer.transposed or layer.bypassed else "observed"
     reasons = [layer.remark] if layer.remark else _how(layer)
-    if samples and not layer.answered:
+    if not begun:
+        reasons.insert(0, "no sample yet")
+    if begun and not layer.answered:
         reasons.append("seen without dy: no gradient has reached its output")
     return _row(layer.name, shape, status, "; ".join(reasons))
 

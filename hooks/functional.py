@@ -86,7 +86,7 @@ def _layer(
         attribute=attribute,
         functional=True,
     )
-    if isinstance(module, nn.Embedding):
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
         layer.remark = "embedding: a look-up, no GEMM"
     else:
         layer.remark = f"raw parameter of {type(module).__name__}: no product with it was seen yet"

@@ -7,11 +7,9 @@ import sys
 import weakref
 from collections.abc import Iterator, Mapping
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from fp8_safeguard.hooks import functional
 from fp8_safeguard.hooks.capture import ForwardHook, LayerObserver, PassHook
-from fp8_safeguard.hooks.client import Client
 from fp8_safeguard.hooks.clock import OptimizerHook, checked_step
 from fp8_safeguard.hooks.coverage import CoverageRow
 from fp8_safeguard.hooks.errors import OptionError
@@ -21,6 +19,9 @@ from fp8_safeguard.hooks.session import Session
 from fp8_safeguard.hooks.values import Number, number
 from fp8_safeguard.monitor.plan import Plan
 from fp8_safeguard.monitor.wire import Attempt, sample_to_wire
+
+if TYPE_CHECKING:
+    from fp8_safeguard.hooks.client import Client
 
 
 class Guard:
@@ -83,14 +84,15 @@ class Guard:
     def sampling_plan(self) -> dict[str, Any]:
         """What the overhead budget makes of the sampling now, and what coverage that buys.
 
-        `budget` (None: no limit), `every` (steps from sample to sample), `overhead_ratio` (time in our code over the
-        training time so far, without the first three steps; None until eight have passed), `layers_per_sample` of
+        `budget` (None: no limit), `every` (steps from sample to sample), `overhead_ratio` (our share of
+        the time so far, ours and the training's, without the first three steps; None until eight have passed), `layers_per_sample` of
         `layers` (measured in full, in turn), `judged_per_sample` (whose GEMMs are recomputed), `tile_stride` (of the
         other layers one tile in so many is read; 1: all are measured in full), `full_coverage_steps` (in so many steps
         each layer is measured in full), `idle_step_seconds` (our time in a step that is not sampled), `hook_seconds`
         (what one hook takes there, which no account contains), `device_seconds` (of a GPU; an upper bound).
         """
-        return self._session.accounts.plan()
+        with self._session.lock:
+            return self._session.accounts.plan()
 
     def step(self, n: int | None = None) -> None:
         """Step n has just ended (None: the next number).
@@ -116,7 +118,9 @@ class Guard:
         """
         given = {"loss": loss, "gradient_norm": gradient_norm, "learning_rate": learning_rate}
         given |= {"tokens": tokens, "loss_scale": loss_scale}
-        self._session.notes().values.update({k: number(k, v) for k, v in given.items() if v is not None})
+        values = {k: number(k, v) for k, v in given.items() if v is not None}
+        with self._session.lock:
+            self._session.notes().values.update(values)
 
     def log_scalar(self, layer: str, name: str, value: Number) -> None:
         """A number of the trainer's own about one layer, such as a router's entropy. Raises OptionError."""
@@ -125,7 +129,9 @@ class Guard:
                 raise OptionError(
                     f"{what} is {text!r}: give a text" + (", not empty" if what == "name" else "")
                 )
-        self._session.notes().scalars.append((layer, name, number(name, value)))
+        scalar = (layer, name, number(name, value))
+        with self._session.lock:
+            self._session.notes().scalars.append(scalar)
 
     def coverage(self) -> list[CoverageRow]:
         """What is observed and what is not, and why; after the first sample it says what was really seen."""
@@ -217,6 +223,8 @@ def _forget(client: Client, farewell: Farewell | None) -> None:
 
 def _install(session: Session) -> list[Any]:
     """Hooks on every layer; the handles that take them off."""
+    from fp8_safeguard.hooks import functional
+
     handles = functional.install(session, [layer for layer in session.layers if layer.functional])
     for layer in session.layers:
         if layer.functional:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fp8_safeguard.hooks import grouped, recompute, whatif
 from fp8_safeguard.hooks.layers import ObservedLayer, Part
+from fp8_safeguard.hooks.readable import version_of
 from fp8_safeguard.hooks.recompute import SAMPLED_ROWS, RowSampler
 from fp8_safeguard.hooks.whatif import Form, Forms
 from fp8_safeguard.kernels import LinearPrecision
@@ -207,13 +208,19 @@ def wants_codes(session: Session, layer: ObservedLayer) -> bool:
     return session.scope(layer).judged and not real
 
 
+def place_of(w: Tensor) -> tuple[object, ...]:
+    """Where a weight lies, how, and its version: a square one and its transpose differ in their strides alone."""
+    version = version_of(w)
+    # Without one nobody knows whether it was changed: it is like no other.
+    return w.data_ptr(), object() if version is None else version, w.shape, w.stride(), w.dtype
+
+
 def _codes(layer: ObservedLayer, w: Tensor) -> recompute.QuantisedWeight | None:
     """The weight's codes, if they are of this very weight as it is now."""
     if layer.step.codes is None:
         return None
-    place, version, codes = layer.step.codes
-    same = w.is_cpu and (place, version) == (w.data_ptr(), w._version) and codes.codes.shape == w.shape
-    return codes if same else None
+    place, codes = layer.step.codes
+    return codes if w.is_cpu and place == place_of(w) else None
 
 
 def _precision(layer: ObservedLayer, how: Judgement) -> LinearPrecision:
@@ -234,11 +241,11 @@ class _Drawn(RowSampler):
     """Rows that have been drawn already, for whoever asks for a draw."""
 
     def __init__(self, rows: Tensor) -> None:
-        self._drawn = rows
+        self._given = rows
 
     def rows(self, total: int, device: torch.device) -> Tensor:
         """Those."""
-        return self._drawn
+        return self._given
 
 
 class _Experts:

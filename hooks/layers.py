@@ -46,8 +46,8 @@ class StepState:
     w_measured: bool = False
     cleared: bool = False
     """Whether the rows of all experts were emptied for those that come one by one."""
-    codes: tuple[int, int, Any] | None = None
-    """Where the measured weight lies and its version, and its FP8 codes (recompute.QuantisedWeight) for its GEMMs."""
+    codes: tuple[object, Any] | None = None
+    """Which weight was measured (judge.place_of), and its FP8 codes (recompute.QuantisedWeight) for its GEMMs."""
     forwards: int = 0
     """Counted forwards of one of our own layers, and what of their backwards was counted."""
     dgrads: int = 0

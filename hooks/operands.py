@@ -14,6 +14,7 @@ from fp8_safeguard.hooks import judge, recompute, tiles
 from fp8_safeguard.hooks.budget import WHOLE, Scope
 from fp8_safeguard.hooks.layers import ObservedLayer, Part
 from fp8_safeguard.kernels import OperandFormat, layout_stats, tensor_stats
+from fp8_safeguard.kernels.stats import LAYOUT_PAIR
 from fp8_safeguard.kernels.tiles import multiplies_codes
 from fp8_safeguard.monitor.stats import COLUMNS
 
@@ -59,9 +60,10 @@ def measure(
     Of a layer that is not measured in full now, one tile in so many is read, of experts' rows one band of columns. An
     operand that was measured a moment ago, as the one input of q, k and v, is not measured again.
     """
-    layouts = tuple(layout for layout, part in (("row", row), ("col", col)) if part is not None)
-    if session.frame is None or not layouts:
+    parts = [part for part in (row, col) if part is not None]
+    if session.frame is None or not parts:
         return
+    layouts = LAYOUT_PAIR if len(parts) == 2 else ("col",) if row is None else ("row",)
     begun = session.meter.begin_operands()
     scope = session.scope(layer)
     sampled = not scope.full and tiles.tiles_of(*x_TK.shape) > tiles.FEW_TILES
@@ -72,7 +74,7 @@ def measure(
 
     asked = (layouts, operand, which)
     vectors = compute() if offsets is not None else session.recent.get(x_TK, asked, compute)
-    for part, vectors_EV in zip((part for part in (row, col) if part is not None), vectors, strict=True):
+    for part, vectors_EV in zip(parts, vectors, strict=True):
         session.frame.add(layer.row(part), vectors_EV)
     session.meter.end_operands(begun, layer.name)
 
@@ -89,7 +91,7 @@ def measure_weight(session: Session, layer: ObservedLayer, w: Tensor, operand: O
         # Out of its turn it is for the judge that all of it is read: so is the time.
         begun = session.meter.begin_operands() if scope.full else None
         vectors_EV, codes = recompute.weigh(w, operand)
-        layer.step.codes = None if codes is None else (w.data_ptr(), w._version, codes)
+        layer.step.codes = None if codes is None else (judge.place_of(w), codes)
     else:
         begun = session.meter.begin_operands()
         vectors_EV = _weight_statistics(w, operand, scope)
@@ -126,13 +128,13 @@ def _statistics(
     elif not scope.full:
         x_TK = tiles.pick_columns(x_TK, scope.stride, scope.turn)
     both = len(layouts) == 2
-    found = layout_stats(x_TK, **how) if both else [tensor_stats(x_TK, layout=layouts[0], **how)]
+    found = layout_stats(x_TK, **how).unbind() if both else [tensor_stats(x_TK, layout=layouts[0], **how)]
     return [_by_expert(vectors, padding, whole=scope.full) for vectors in found]
 
 
 def _by_expert(vectors: Tensor, padding: int, *, whole: bool) -> Tensor:
     """float64 [E, V], E = 1 for a dense layer; NaN, which no count can be, for what tiles do not tell."""
-    vectors_EV = vectors if vectors.dim() == 2 else vectors.reshape(1, -1)
+    vectors_EV = vectors if vectors.dim() == 2 else vectors.unsqueeze(0)
     if not whole:
         vectors_EV[:, _FIRST_UNSAMPLED:] = math.nan
         # Zeros that only fill up a tile are no elements of the operand.

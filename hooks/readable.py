@@ -27,6 +27,17 @@ def unreadable(*tensors: Tensor | None) -> str:
     return ""
 
 
+def unfit(*operands: Tensor | None) -> str:
+    """Why these cannot be read as operands of a GEMM: as `unreadable`, and quantised weights kept as integers."""
+    integers = (x for x in operands if x is not None and not x.is_floating_point())
+    return unreadable(*operands) or next((_kept_as(x.dtype) for x in integers), "")
+
+
+def version_of(tensor: Tensor) -> int | None:
+    """Counts changes in place; None for a tensor made in inference mode, which has no count."""
+    return None if tensor.is_inference() else tensor._version
+
+
 def is_reason(remark: str) -> bool:
     """Whether that is one of the reasons given here."""
     return remark in (PARTITIONED, META, SPARSE, TRANSFORMED) or remark.startswith(_SUBCLASS)
@@ -57,10 +68,16 @@ def _reason(tensor: Tensor) -> str:
     if kind not in _ORDINARY and kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
         # DTensor is not imported only to be recognised.
         sharded = kind.__name__ == "DTensor"
-        return PARTITIONED if sharded else f"{_SUBCLASS}{kind.__name__}: its numbers are not read"
+        return PARTITIONED if sharded else _kept_as(kind.__name__)
     if tensor.device.type == "meta":
         return META
     if tensor.layout is not torch.strided:
         return SPARSE
+    if tensor.is_complex():
+        return _kept_as(tensor.dtype)
     # ZeRO-3 leaves an empty tensor in the place of a weight.
     return PARTITIONED if (hasattr(tensor, "ds_shape") and tensor.numel() == 0) or is_freed(tensor) else ""
+
+
+def _kept_as(kind: object) -> str:
+    return f"{_SUBCLASS}{kind}: its numbers are not read"

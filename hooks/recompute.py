@@ -19,7 +19,6 @@ from fp8_safeguard.kernels import (
     OperandFormat,
     QuantizedTensor,
     native_exact,
-    quantize,
     tensor_stats,
     tiles,
 )
@@ -29,8 +28,11 @@ from fp8_safeguard.monitor.stats import COLUMNS, VECTOR_LENGTH
 SAMPLED_ROWS = 64
 """Output rows of each GEMM: the error is a ratio of sums over rows, so a random sample of them is exact in it."""
 
-DRAWN_AT_ONCE = 64
-"""Samples of rows."""
+DRAWN_AT_ONCE = 32
+"""Samples of rows of one total: one alone costs as much."""
+_TOTALS_KEPT = 8
+_STRATA_END = SAMPLED_ROWS * (1 - 2**-50)
+"""The last place of the last stratum: still below the total when its product with total / 64 has been rounded."""
 
 GEMM_COLUMNS = ("count", "nan", "inf", "amax", "sum_sq", "sum_sq_q", "sum_sq_err")
 """What a recomputed GEMM reports; every other column is null."""
@@ -50,23 +52,27 @@ class RowSampler:
 
     def __init__(self, seed: int = 0) -> None:
         self.generator = torch.Generator().manual_seed(seed)
-        self._drawn: list[Tensor] = []
+        self._drawn: dict[int, list[Tensor]] = {}
+        """By total, what was drawn and not asked for yet."""
 
     def rows(self, total: int, device: torch.device) -> Tensor:
         """int64 [min(total, 64)], rising: one row from each of 64 equal strata, every row equally likely."""
         if total <= SAMPLED_ROWS:
             return torch.arange(total, device=device)
-        rows = (self._next() * (total / SAMPLED_ROWS)).to(torch.int64).clamp_(max=total - 1)
+        drawn = self._drawn.get(total) or self._draw(total)
+        rows = drawn.pop()
         return rows if device.type == "cpu" else rows.to(device, non_blocking=True)
 
-    def _next(self) -> Tensor:
-        """float64 [64]: a place in each stratum, in strata. Many are drawn at a time, one costs as much."""
-        if not self._drawn:
-            shape, double = (DRAWN_AT_ONCE, SAMPLED_ROWS), torch.float64
-            places = torch.rand(shape, generator=self.generator, dtype=double, device="cpu")
-            places += torch.arange(SAMPLED_ROWS, dtype=double, device="cpu")
-            self._drawn = list(places.unbind())
-        return self._drawn.pop()
+    def _draw(self, total: int) -> list[Tensor]:
+        """More samples of that many rows."""
+        shape, double = (DRAWN_AT_ONCE, SAMPLED_ROWS), torch.float64
+        places = torch.rand(shape, generator=self.generator, dtype=double, device="cpu")
+        places += torch.arange(SAMPLED_ROWS, dtype=double, device="cpu")
+        rows = (places.clamp_(max=_STRATA_END) * (total / SAMPLED_ROWS)).to(torch.int64)
+        if len(self._drawn) >= _TOTALS_KEPT:  # totals that change all the time must not add up
+            self._drawn.clear()
+        drawn = self._drawn[total] = list(rows.unbind())
+        return drawn
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,24 +95,15 @@ def weigh(w: Tensor, operand: OperandFormat) -> tuple[Tensor, QuantisedWeight | 
 
     One read gives both. No tile straddles two experts.
     """
-    how: Any = {
-        "layout": "tile",
-        "fmt": operand.fmt,
-        "scale": operand.scale,
-        "multiplier": operand.multiplier,
-    }
+    experts, features = w.shape[:2] if w.dim() == 3 else (1, w.shape[0])
+    if tiles.multiplies_codes(w) and w.is_floating_point():
+        vectors_EV, codes = tiles.measured_weight(w, operand)
+        return vectors_EV, QuantisedWeight(codes, operand)
+    how: Any = {"fmt": operand.fmt, "scale": operand.scale, "multiplier": operand.multiplier}
     if w.dim() == 3:
-        experts, features = w.shape[:2]
         how["offsets"] = torch.arange(experts + 1, dtype=torch.int32, device=w.device) * features
-    w_NK = w.reshape(-1, w.shape[-1])
-    if not tiles.multiplies_codes(w):
-        return tensor_stats(w_NK, **how).reshape(-1, VECTOR_LENGTH), None
-    codes, vectors = quantize(w_NK, stats=True, **how)
-    vectors_EV, scale = vectors.reshape(-1, VECTOR_LENGTH), codes.scale
-    scale = scale if w.dim() == 2 else scale.reshape(w.shape[0], -1, scale.shape[-1])
-    return vectors_EV, QuantisedWeight(
-        QuantizedTensor(codes.data.view(w.shape), scale, "tile", codes.fmt), operand
-    )
+    vectors = tensor_stats(w.reshape(-1, w.shape[-1]), layout="tile", **how)
+    return vectors.reshape(-1, VECTOR_LENGTH), None
 
 
 def compare(
@@ -175,7 +172,7 @@ def fprop_error(
     exact_RN = matmul(x_TK, w_NK.mT, rows)
     if emulate is None:
         return compare(exact_RN, y_TN, rows, bias_N)
-    ready, x_RK = _ready(w_NK, emulate.w, weight), x_TK[rows]
+    ready, x_RK = _ready(w_NK, emulate.w, weight), x_TK.index_select(0, rows)
     if ready is not None:
         return compare(
             exact_RN, tiles.fprop(x_RK, ready, w_NK.shape[0], emulate.x, [0, len(rows)], torch.float32)
@@ -203,9 +200,9 @@ def dgrad_error(
     if emulate is None:
         assert dx_TK is not None
         return _compare_scaled(exact_RK, dx_TK, gain_K, rows)
-    ready, dy_RN = _ready(w_NK, emulate.w, weight), dy_TN[rows]
+    ready, dy_RN = _ready(w_NK, emulate.w, weight), dy_TN.index_select(0, rows)
     if ready is not None:
-        actual_RK = tiles.dgrad(dy_RN, ready, w_NK.shape[1], emulate.dy, [0, len(rows)], torch.float32)
+        actual_RK = tiles.dgrad(dy_RN, ready, w_NK.shape[1], emulate.dy, [0, dy_RN.shape[0]], torch.float32)
     else:
         actual_RK = matmul(round_trip(dy_RN, "row", emulate.dy), round_trip(w_NK, "tile", emulate.w))
     return _compare_scaled(exact_RK, actual_RK, gain_K)
@@ -240,8 +237,7 @@ def wgrad_error(
 def _ready(w_NK: Tensor, operand: OperandFormat, weight: QuantisedWeight | None) -> tiles.TiledWeight | None:
     """w as the FP8 products read it, quantised now unless its codes are there; None where there are no such products."""
     if weight is not None and weight.operand == operand and tiles.multiplies_codes(w_NK):
-        data, scale = weight.codes.data[None], weight.codes.scale[None]
-        return tiles.TiledWeight(QuantizedTensor(data, scale, "tile", weight.codes.fmt))
+        return tiles.TiledWeight(weight.codes)
     return tiles.weight(w_NK[None], operand) if tiles.usable(w_NK) else None
 
 
@@ -339,8 +335,9 @@ def matmul(a: Tensor, b: Tensor, rows: Tensor | None = None) -> Tensor:
 
 def _torch_is_faster(a: Tensor, b: Tensor, rows: Tensor | None) -> bool:
     """Few rows of float32 by float32, and b in the order that they are multiplied in: splitting it costs as much."""
-    few = (a.shape[0] if rows is None else len(rows)) <= 2 * SAMPLED_ROWS
-    return few and a.dtype == b.dtype == torch.float32 and b.stride(-1) == 1 and _float32_is_ieee("cpu")
+    if not (a.dtype == b.dtype == torch.float32 and b.stride(-1) == 1):
+        return False
+    return (a if rows is None else rows).shape[0] <= 2 * SAMPLED_ROWS and _float32_is_ieee("cpu")
 
 
 def _float32_is_ieee(device_type: str) -> bool:

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fp8_safeguard.hooks.buffer import AMAX, Snapshot
-from fp8_safeguard.hooks.flags import Flags
 from fp8_safeguard.hooks.layers import GEMM_PARTS, GRADIENT_PARTS, ObservedLayer, Part
 from fp8_safeguard.hooks.once import OnceLog
 from fp8_safeguard.hooks.operands import SAMPLED_COLUMNS
@@ -80,7 +79,10 @@ class SampleBuilder:
         self.attempt = Attempt(id=options.attempt)
         self.dropped = 0
         """Samples lost since attach()."""
-        self.flags = Flags(layers, options.thresholds)
+        # With the rules that it judges by, it is a sixth of what the hooks would load when they are imported.
+        from fp8_safeguard.hooks.flags import Flags
+
+        self.flags: Flags = Flags(layers, options.thresholds)
         """Layers that the finished samples, or the server, found in breach."""
         self._rows = list(_rows(layers))
         self._index = {first_row: index for index, (_, _, first_row, _) in enumerate(self._rows)}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,8 +15,7 @@ from fp8_safeguard.hooks import bypass, forking
 from fp8_safeguard.hooks.accounts import Accounts
 from fp8_safeguard.hooks.budget import Scope
 from fp8_safeguard.hooks.buffer import Frame, Ring
-from fp8_safeguard.hooks.client import Client
-from fp8_safeguard.hooks.clock import Clock, owns
+from fp8_safeguard.hooks.clock import Clock, OwnOptimizers
 from fp8_safeguard.hooks.controls import Controls
 from fp8_safeguard.hooks.coverage import Coverage, coverage_rows
 from fp8_safeguard.hooks.layers import ObservedLayer, Part, emulated, format_of, rows_of
@@ -27,6 +27,9 @@ from fp8_safeguard.hooks.sample import Notes, SampleBuilder, StepRecord
 from fp8_safeguard.hooks.scaling import LossScale
 from fp8_safeguard.hooks.settings import Options
 from fp8_safeguard.hooks.uses import aside, unfinished
+
+if TYPE_CHECKING:
+    from fp8_safeguard.hooks.client import Client
 
 
 class Session:
@@ -75,9 +78,9 @@ class Session:
             [layer.name for layer in layers], options.every, options.overhead_budget, once
         )
         self.meter, self.budget = self.accounts.meter, self.accounts.budget
-        self._optimizer = None if optimizer is None else weakref.ref(optimizer)
-        self._ours: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        """Optimizers that were found to update our layers."""
+        self.lock = threading.RLock()
+        """Threads may run one model at once: each of our sections has the frame and the layers for itself."""
+        self._ours = OwnOptimizers(model, layers, optimizer)
         self._loss_scale = LossScale()
         self._ring: Ring | None = None
         self._notes = Notes()
@@ -104,17 +107,20 @@ class Session:
         if capturing():
             self._miss_replays()
             return
-        begun = self.meter.begin()
-        try:
-            self._close_inner()
-            if not self.clock.open:
-                self._open()
-        except Exception as error:
-            self.frame = None
-            self._lose("the start of a step", error)
-        finally:
-            self.meter.end(begun)
-        self.idle = self.frame is None
+        with self.lock:
+            begun = self.meter.begin()
+            try:
+                self._close_inner()
+                if not self.clock.open:
+                    self._open()
+            except Exception as error:
+                self.frame = None
+                self._lose("the start of a step", error)
+            finally:
+                # Only now: a forward in another thread waits until the frame is there.
+                self.clock.open = True
+                self.meter.end(begun)
+            self.idle = self.frame is None
 
     def scope(self, layer: ObservedLayer) -> Scope:
         """What the sample in progress measures of this layer."""
@@ -133,47 +139,49 @@ class Session:
 
     def on_optimizer_step(self, optimizer: Optimizer) -> None:
         """The optimizer has stepped: that ends the step, unless the trainer counts or the optimizer is not ours."""
-        begun = self.meter.begin()
-        try:
-            if not self.active or not self._is_ours(optimizer) or capturing():
-                return
-            if not self.clock.open:
-                self._miss_forward()
-                return
-            self._find_scale()
-            bypass.note_gradients(self)
-            if not self.clock.manual:
-                self.end_step(self.clock.step)
-                self.clock.ended_by_optimizer = True
-        except Exception as error:
-            self.once.failure("the end of a step", error)
-        finally:
-            self.meter.end(begun)
+        with self.lock:
+            begun = self.meter.begin()
+            try:
+                if not self.active or optimizer not in self._ours or capturing():
+                    return
+                if not self.clock.open:
+                    self._miss_forward()
+                    return
+                self._find_scale()
+                bypass.note_gradients(self)
+                if not self.clock.manual:
+                    self.end_step(self.clock.step)
+                    self.clock.ended_by_optimizer = True
+            except Exception as error:
+                self.once.failure("the end of a step", error)
+            finally:
+                self.meter.end(begun)
 
     def on_inner_step(self, optimizer: Optimizer) -> None:
         """An optimizer has stepped inside the backward: that ends the step as soon as the backward is over."""
         try:
             clock = self.clock
-            if clock.open and not clock.closing and not clock.manual and self._is_ours(optimizer):
+            if clock.open and not clock.closing and not clock.manual and optimizer in self._ours:
                 clock.closing, self.idle = True, False
         except Exception as error:
             self.once.failure("the end of a step", error)
 
     def step(self, n: int | None) -> None:
         """The trainer says that step n has just ended. Never raises."""
-        begun = self.meter.begin()
-        try:
-            first, self.clock.manual = not self.clock.manual, True
-            if first and not self.clock.open and self.clock.ended_by_optimizer:
-                # The optimizer has ended this very step already, under our own number.
-                self._renumber(self.clock.step - 1 if n is None else n)
-            else:
-                self.end_step(self.clock.step if n is None else n)
-            self.deliver()
-        except Exception as error:
-            self.once.failure("the end of a step", error)
-        finally:
-            self.meter.end(begun)
+        with self.lock:
+            begun = self.meter.begin()
+            try:
+                first, self.clock.manual = not self.clock.manual, True
+                if first and not self.clock.open and self.clock.ended_by_optimizer:
+                    # The optimizer has ended this very step already, under our own number.
+                    self._renumber(self.clock.step - 1 if n is None else n)
+                else:
+                    self.end_step(self.clock.step if n is None else n)
+                self.deliver()
+            except Exception as error:
+                self.once.failure("the end of a step", error)
+            finally:
+                self.meter.end(begun)
 
     def end_step(self, number: int) -> None:
         """Close the frame, count on, and let a waiting plan take effect."""
@@ -197,22 +205,23 @@ class Session:
 
     def deliver(self) -> None:
         """Hand the finished sample over: its number and its notes are final now. Never raises."""
-        self._close_inner()
-        record, self._pending = self._pending, None
-        if record is None:
-            return
-        begun = self.meter.begin()
-        since = self.meter.now
-        self.samples += 1
-        self.last = record
-        record.coverage = coverage_rows(self)
-        try:
-            self.client.submit(record)
-        except Exception as error:
-            self._lose("handing a sample over", error)
-        finally:
-            self.accounts.delivered(self.meter.now - since)
-            self.meter.end(begun)
+        with self.lock:
+            self._close_inner()
+            record, self._pending = self._pending, None
+            if record is None:
+                return
+            begun = self.meter.begin()
+            since = self.meter.now
+            self.samples += 1
+            self.last = record
+            record.coverage = coverage_rows(self)
+            try:
+                self.client.submit(record)
+            except Exception as error:
+                self._lose("handing a sample over", error)
+            finally:
+                self.accounts.delivered(self.meter.now - since)
+                self.meter.end(begun)
 
     def flush(self, timeout: float) -> bool:
         """Wait for at most that many seconds until everything has arrived."""
@@ -234,6 +243,7 @@ class Session:
         """A data-loader worker, or another child: the parent reports, and its threads' locks are not here to open."""
         self.active = False
         self.frame = None
+        self.lock = threading.RLock()
         self.controls.after_fork_in_child()
 
     def close(self) -> None:
@@ -250,7 +260,6 @@ class Session:
 
     def _open(self) -> None:
         self.deliver()
-        self.clock.open = True
         self.clock.ended_by_optimizer = False
         self.accounts.open_step()
         if not self.active or not self.accounts.affords(self.clock.step, lambda: self.builder.flags.layers):
@@ -305,7 +314,7 @@ class Session:
         """The ring, made with the first sample: the model may have moved to its device after attach()."""
         model = self.model()
         parameter = None if model is None else next(model.parameters(), None)
-        device = torch.device("cpu") if parameter is None else parameter.device
+        device = torch.device("cpu") if parameter is None or parameter.is_meta else parameter.device
         if self._ring is None or self._ring.device != device:
             self._ring = Ring(rows_of(self.layers), device)
         return self._ring
@@ -366,22 +375,6 @@ class Session:
             self._wgrad_at.update({layer.name: self.samples for layer in turn})
         self._picked = frozenset(id(layer) for layer in turn)
         self.accounts.begin_sample([layer.name for layer in turn], on_device=frame.values.is_cuda)
-
-    def _is_ours(self, optimizer: Optimizer) -> bool:
-        if self._optimizer is not None:
-            return self._optimizer() is optimizer
-        if optimizer in self._ours:
-            return True
-        if self._updates_layers(optimizer):
-            self._ours.add(optimizer)
-        return optimizer in self._ours
-
-    def _updates_layers(self, optimizer: Optimizer) -> bool:
-        weights = [weight for layer in self.layers for weight in layer.trainable()]
-        trained = [weight for weight in weights if weight.requires_grad]
-        model = self.model()
-        # With every observed weight frozen (adapters, norms, biases) any parameter of the model will do.
-        return owns(optimizer, trained or ([] if model is None else list(model.parameters())))
 
 
 def _marks(layers: list[ObservedLayer]) -> dict[int, dict[str, Any]]:

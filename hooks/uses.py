@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fp8_safeguard.hooks import judge, operands
 from fp8_safeguard.hooks.buffer import Frame
 from fp8_safeguard.hooks.layers import ObservedLayer, Part, StepState
-from fp8_safeguard.hooks.readable import is_freed, is_reason, unreadable
+from fp8_safeguard.hooks.readable import is_freed, is_reason, unfit, version_of
 from fp8_safeguard.kernels import LinearPrecision
 
 if TYPE_CHECKING:
@@ -27,8 +28,10 @@ if TYPE_CHECKING:
 
 FOREIGN = LinearPrecision()
 """What an FP8 run of a foreign layer would use."""
-ENDLESS = 512
+ENDLESS = 128
 """Forward calls of a layer in one step after which the end of the step is asked for."""
+UNFINISHED = 8
+"""Layers of a sample that say how many of their calls got no gradient: the first ones, since a fault stops them all."""
 _NOTHING = contextlib.nullcontext()
 _CALLERS = (torch.autograd.__file__, torch._tensor.__file__)
 """Functions called `backward` that start one and are no autograd function's."""
@@ -68,14 +71,15 @@ def guarded(
     session: Session, direction: str, layer: ObservedLayer, body: Callable[..., None], *arguments: Any
 ) -> None:
     """Run a measurement; time it, and keep its exceptions away from the training loop."""
-    begun = session.meter.begin_layer()
-    try:
-        with torch._C.DisableTorchFunction(), torch.no_grad(), _without_modes():
-            body(*arguments)
-    except Exception as error:
-        session.once.failure(direction, error, at=layer.name)
-    finally:
-        session.meter.end_layer(begun, layer.name)
+    with session.lock:
+        begun = session.meter.begin_layer()
+        try:
+            with torch._C.DisableTorchFunction(), torch.no_grad(), _without_modes():
+                body(*arguments)
+        except Exception as error:
+            session.once.failure(direction, error, at=layer.name)
+        finally:
+            session.meter.end_layer(begun, layer.name)
 
 
 @contextlib.contextmanager
@@ -126,7 +130,7 @@ def begin(session: Session, layer: ObservedLayer, *operands_seen: Tensor | None)
     """The layer's state of the step, if its operands can be read here; what they are is said where not."""
     if session.frame is None:
         return None
-    reason = unreadable(*operands_seen)
+    reason = unfit(*operands_seen)
     if reason:
         layer.remark = reason
         session.once.warning(reason, "layer %s is not measured: %s", layer.name, reason)
@@ -143,8 +147,9 @@ def count(session: Session, layer: ObservedLayer, state: StepState) -> None:
     if state.outer_calls == ENDLESS:
         session.once.warning(
             "endless step",
-            "layer %s was called %d times since the last optimizer step: with an optimizer that is not torch.optim's "
-            "call step() after each step, or no sample is ever finished",
+            "layer %s was called %d times since the last optimizer step: give attach() an optimizer that updates no "
+            "parameter of the model, and with one that is not torch.optim's call step() after each step, or no sample is "
+            "ever finished",
             layer.name,
             ENDLESS,
         )
@@ -184,9 +189,9 @@ def _measure(session: Session, layer: ObservedLayer, call: GemmCall, x_TK: Tenso
 
 
 def unfinished(layers: list[ObservedLayer]) -> list[tuple[str, str, float]]:
-    """A scalar for a sample with calls whose output got no gradient: an exception, or a loss that does not use them."""
-    owing = [layer for layer in layers if layer.step.owed > 0]
-    return [(owing[0].name, "unfinished_calls", float(sum(x.step.owed for x in owing)))] if owing else []
+    """Scalars for layers with calls whose output got no gradient: an exception, or a loss that does not use them."""
+    owing = ((layer.name, layer.step.owed) for layer in layers if layer.step.owed > 0)
+    return [(name, "unfinished_calls", float(owed)) for name, owed in itertools.islice(owing, UNFINISHED)]
 
 
 def accumulator(weight: Tensor | None) -> Any:
@@ -256,7 +261,7 @@ class Use:
         self.w, self.x_TK, self.offsets, self.expert = w, x_TK, call.offsets, call.expert
         self.arranged = call.arranged
         self.needs_dx, self.needs_dw = call.needs_dx, call.needs_dw
-        self.versions = (w._version, None if x_TK is None else x_TK._version)
+        self.versions = self._versions()
         self.node = accumulator(layer.parameter()) if call.needs_dw else None
         self.counted = self.expected = False
 
@@ -304,11 +309,14 @@ class Use:
 
     def _overwritten(self) -> bool:
         """Whether the kept operands changed after the forward: recomputing from them would judge the wrong GEMM."""
-        now = (self.w._version, None if self.x_TK is None else self.x_TK._version)
-        if now != self.versions:
+        overwritten = self._versions() != self.versions
+        if overwritten:
             self.session.once.warning(
                 f"overwritten {self.layer.name}",
                 "layer %s: weight or input changed in place before the backward; its gradient GEMMs are not recomputed",
                 self.layer.name,
             )
-        return now != self.versions
+        return overwritten
+
+    def _versions(self) -> list[int | None]:
+        return [version_of(kept) for kept in (self.w, self.x_TK) if kept is not None]

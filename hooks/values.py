@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from decimal import Decimal
+import sys
 
 import numpy as np
 import torch
@@ -30,13 +30,19 @@ def number(name: str, value: object) -> Number:
     if isinstance(value, np.ndarray) and value.ndim == 0:
         value = value[()]
     # bool is an int to Python, and text may be spelt like a number: both are a mistake here.
-    real = isinstance(value, numbers.Real | Decimal) and not isinstance(value, bool)
-    if not real:
+    real = isinstance(value, numbers.Real) or _is_decimal(value)
+    if not real or isinstance(value, bool):
         raise OptionError(f"{name} is {value!r}: {_ALLOWED}")
     try:
         return float(value)  # type: ignore[arg-type]
     except (OverflowError, ValueError) as error:
         raise OptionError(f"{name} is {value!r}, which no float64 holds: {_ALLOWED}") from error
+
+
+def _is_decimal(value: object) -> bool:
+    """Whoever has one has imported its module, which we do not."""
+    module = sys.modules.get("decimal")
+    return module is not None and isinstance(value, module.Decimal)
 
 
 def whole(name: str, value: object, lowest: int) -> int:

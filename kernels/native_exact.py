@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from functools import cache
 
 import torch
@@ -20,41 +21,10 @@ DTYPES = (torch.float32, torch.bfloat16)
 """What the library reads; anything else is for torch."""
 
 
-class _Product(ctypes.Structure):
-    """`struct ExactJob` of cpp/exact.h."""
-
-    _fields_ = (
-        ("a", ctypes.c_void_p),
-        ("a_is_bfloat16", ctypes.c_int64),
-        ("a_row_stride", ctypes.c_int64),
-        ("a_k_stride", ctypes.c_int64),
-        ("places", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
-        ("depth", ctypes.c_int64),
-        ("columns", ctypes.c_int64),
-        ("b", ctypes.c_void_p),
-        ("b_is_bfloat16", ctypes.c_int64),
-        ("b_stride", ctypes.c_int64),
-        ("turned", ctypes.c_int64),
-        ("out", ctypes.c_void_p),
-    )
-
-
-class _Comparison(ctypes.Structure):
-    """`struct Comparison` of cpp/exact.h."""
-
-    _fields_ = (
-        ("exact", ctypes.c_void_p),
-        ("exact_stride", ctypes.c_int64),
-        ("actual", ctypes.c_void_p),
-        ("actual_is_bfloat16", ctypes.c_int64),
-        ("actual_stride", ctypes.c_int64),
-        ("places", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
-        ("columns", ctypes.c_int64),
-        ("stats", ctypes.c_void_p),
-    )
+_PRODUCT = struct.Struct("13q")
+"""`struct ExactJob` of cpp/exact.h."""
+_COMPARISON = struct.Struct("10q")
+"""`struct Comparison` of cpp/exact.h."""
 
 
 @cache
@@ -62,10 +32,10 @@ def _library() -> ctypes.CDLL | None:
     """The shared library with these calls declared; None where it was not built, or from sources of another version."""
     loaded = native.library()
     size = getattr(loaded, "fp8_native_exact_job_bytes", None)
-    if loaded is None or size is None or size() != ctypes.sizeof(_Product) + ctypes.sizeof(_Comparison):
+    if loaded is None or size is None or size() != _PRODUCT.size + _COMPARISON.size:
         return None
-    loaded.fp8_native_exact_rows.argtypes = (ctypes.POINTER(_Product), ctypes.c_int)
-    loaded.fp8_native_compare.argtypes = (ctypes.POINTER(_Comparison), ctypes.c_int)
+    loaded.fp8_native_exact_rows.argtypes = (ctypes.c_char_p, ctypes.c_int)
+    loaded.fp8_native_compare.argtypes = (ctypes.c_char_p, ctypes.c_int)
     loaded.fp8_native_compare.restype = None
     return loaded
 
@@ -82,30 +52,31 @@ def rows_of_product(a_RS: Tensor, b_SC: Tensor, places: Tensor | None = None) ->
     for other dtypes, for a b without unit stride, and for numbers that tiles cannot take: non-finite ones, and a b that
     is all below 2^-60 or beyond 2^60. a may have any strides; `places` is int64 [R] on the CPU.
     """
-    loaded, turned = _library(), b_SC.stride(-1) != 1
+    loaded, (b_stride, b_step) = _library(), b_SC.stride()
     if loaded is None or native_gemm.level() < TILE_LEVEL or not (_is_read(a_RS) and _is_read(b_SC)):
         return None
-    if turned and b_SC.stride(0) != 1:
+    turned = b_step != 1
+    if turned and b_stride != 1:
         return None
     places = _listed(places)
-    rows = a_RS.shape[0] if places is None else places.shape[0]
-    out_RC = torch.empty((rows, b_SC.shape[1]), dtype=torch.float32, device="cpu")
-    job = _Product(
-        a=a_RS.data_ptr(),
-        a_is_bfloat16=a_RS.dtype == torch.bfloat16,
-        a_row_stride=a_RS.stride(0),
-        a_k_stride=a_RS.stride(1),
-        places=None if places is None else places.data_ptr(),
-        rows=rows,
-        depth=b_SC.shape[0],
-        columns=b_SC.shape[1],
-        b=b_SC.data_ptr(),
-        b_is_bfloat16=b_SC.dtype == torch.bfloat16,
-        b_stride=b_SC.stride(1) if turned else b_SC.stride(0),
-        turned=turned,
-        out=out_RC.data_ptr(),
+    (rows, depth), (_, columns) = a_RS.shape, b_SC.shape
+    rows = rows if places is None else places.shape[0]
+    out_RC = torch.empty((rows, columns), dtype=torch.float32, device="cpu")
+    job = _PRODUCT.pack(
+        a_RS.data_ptr(),
+        a_RS.dtype == torch.bfloat16,
+        *a_RS.stride(),
+        0 if places is None else places.data_ptr(),
+        rows,
+        depth,
+        columns,
+        b_SC.data_ptr(),
+        b_SC.dtype == torch.bfloat16,
+        b_step if turned else b_stride,
+        turned,
+        out_RC.data_ptr(),
     )
-    return None if loaded.fp8_native_exact_rows(ctypes.byref(job), native_gemm.level()) else out_RC
+    return None if loaded.fp8_native_exact_rows(job, native_gemm.level()) else out_RC
 
 
 def compare_rows(
@@ -117,12 +88,9 @@ def compare_rows(
     bias float32.
     """
     loaded = _library()
-    given = exact_RC, actual_RC
-    if (
-        loaded is None
-        or exact_RC.dtype != torch.float32
-        or not all(_is_read(x) and _is_dense(x) for x in given)
-    ):
+    if loaded is None or exact_RC.dtype != torch.float32 or not _is_read(exact_RC) or not _is_read(actual_RC):
+        return None
+    if not (_is_dense(exact_RC) and _is_dense(actual_RC)):
         return None
     if bias_C is not None and not (
         bias_C.dtype == torch.float32 and _is_read(bias_C) and bias_C.is_contiguous()
@@ -130,19 +98,18 @@ def compare_rows(
         return None
     places = _listed(places)
     stats = torch.zeros(VECTOR_LENGTH, dtype=torch.float64, device="cpu")
-    job = _Comparison(
-        exact=exact_RC.data_ptr(),
-        exact_stride=exact_RC.stride(0),
-        actual=actual_RC.data_ptr(),
-        actual_is_bfloat16=actual_RC.dtype == torch.bfloat16,
-        actual_stride=actual_RC.stride(0),
-        places=None if places is None else places.data_ptr(),
-        bias=None if bias_C is None else bias_C.data_ptr(),
-        rows=exact_RC.shape[0],
-        columns=exact_RC.shape[1],
-        stats=stats.data_ptr(),
+    job = _COMPARISON.pack(
+        exact_RC.data_ptr(),
+        exact_RC.stride(0),
+        actual_RC.data_ptr(),
+        actual_RC.dtype == torch.bfloat16,
+        actual_RC.stride(0),
+        0 if places is None else places.data_ptr(),
+        0 if bias_C is None else bias_C.data_ptr(),
+        *exact_RC.shape,
+        stats.data_ptr(),
     )
-    loaded.fp8_native_compare(ctypes.byref(job), native.level())
+    loaded.fp8_native_compare(job, native.level())
     return stats
 
 
@@ -150,14 +117,14 @@ def _listed(places: Tensor | None) -> Tensor | None:
     """The places, one behind the other: the library reads memory."""
     if places is None:
         return None
-    kind = places.dtype, places.device.type
-    assert kind == (torch.int64, "cpu"), f"places are {places.dtype} on {places.device}"
+    if places.dtype != torch.int64 or not places.is_cpu:
+        raise AssertionError(f"places are {places.dtype} on {places.device}")
     return places.contiguous()
 
 
 def _is_read(x: Tensor) -> bool:
     """Whether the library can read this matrix or vector where it lies."""
-    if x.device.type != "cpu" or x.dtype not in DTYPES or x.is_neg():
+    if not x.is_cpu or x.dtype not in DTYPES or x.is_neg():
         return False
     try:
         return x.data_ptr() != 0 or x.numel() == 0

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
@@ -23,39 +24,8 @@ INSTRUCTION_SETS = (*native.INSTRUCTION_SETS, "AMX")
 """By the level that the library reports. All give the same bits: they add in the order of the matrix tiles."""
 
 
-class _Operand(ctypes.Structure):
-    """`struct GemmOperand` of cpp/gemm.h."""
-
-    _fields_ = (
-        ("codes", ctypes.c_void_p),
-        ("row_stride", ctypes.c_int64),
-        ("k_stride", ctypes.c_int64),
-        ("expert_stride", ctypes.c_int64),
-        ("is_e5m2", ctypes.c_int64),
-        ("scales", ctypes.c_void_p),
-        ("scale_row_stride", ctypes.c_int64),
-        ("scale_k_stride", ctypes.c_int64),
-        ("scale_expert_stride", ctypes.c_int64),
-        ("rows_per_scale", ctypes.c_int64),
-    )
-
-
-class _Job(ctypes.Structure):
-    """`struct GemmJob` of cpp/gemm.h."""
-
-    _fields_ = (
-        ("a", _Operand),
-        ("b", _Operand),
-        ("columns", ctypes.c_int64),
-        ("out", ctypes.c_void_p),
-        ("out_is_bfloat16", ctypes.c_int64),
-        ("out_stride", ctypes.c_int64),
-        ("out_expert_stride", ctypes.c_int64),
-        ("accumulate", ctypes.c_int64),
-        ("groups", ctypes.c_void_p),
-        ("group_count", ctypes.c_int64),
-        ("segments", ctypes.c_void_p),
-    )
+_JOB = struct.Struct("10q 10q 9q")
+"""`struct GemmJob` of cpp/gemm.h: two of `struct GemmOperand`, and what becomes of their product."""
 
 
 @cache
@@ -63,9 +33,9 @@ def _library() -> ctypes.CDLL | None:
     """The shared library with its GEMM declared; None where it was not built, or from sources of another version."""
     loaded = native.library()
     size = getattr(loaded, "fp8_native_gemm_job_bytes", None)
-    if loaded is None or size is None or size() != ctypes.sizeof(_Job):
+    if loaded is None or size is None or size() != _JOB.size:
         return None
-    loaded.fp8_native_gemm.argtypes = (ctypes.POINTER(_Job), ctypes.c_int)
+    loaded.fp8_native_gemm.argtypes = (ctypes.c_char_p, ctypes.c_int)
     return loaded
 
 
@@ -153,22 +123,22 @@ class _Result:
         """The product of all groups (`struct GemmGroup` of cpp/gemm.h) in its dtype."""
         room = self.room
         fields = array("q", [field for group in groups for field in group])
-        job = _Job(
-            a=a,
-            b=b,
-            columns=room.shape[-1],
-            out=room.data_ptr(),
-            out_is_bfloat16=room.dtype == torch.bfloat16,
-            out_stride=room.stride(-2),
-            out_expert_stride=room.stride(0),
-            accumulate=self.adds,
-            groups=fields.buffer_info()[0],
-            group_count=len(groups),
-            segments=segments_S.buffer_info()[0],
+        job = _JOB.pack(
+            *a,
+            *b,
+            room.shape[-1],
+            room.data_ptr(),
+            room.dtype == torch.bfloat16,
+            room.stride(-2),
+            room.stride(0),
+            self.adds,
+            fields.buffer_info()[0],
+            len(groups),
+            segments_S.buffer_info()[0],
         )
         loaded = _library()
         assert loaded is not None, "the native kernels were not built"
-        if loaded.fp8_native_gemm(ctypes.byref(job), level()):
+        if loaded.fp8_native_gemm(job, level()):
             raise MemoryError("the native GEMM found no memory for its panels")
         if self._out is None:
             return room.to(self._dtype)
@@ -180,24 +150,29 @@ def _is_written_to(out: Tensor) -> bool:
     return out.dtype in (torch.float32, torch.bfloat16) and (out.stride(-1) == 1 or out.shape[-1] <= 1)
 
 
+_Operand = tuple[int, ...]
+"""Fields of `struct GemmOperand` of cpp/gemm.h."""
+
+
 def _operand(operand: QuantizedTensor, summed: int = 1) -> _Operand:
     """Codes and scales of [rows, K], or [E, rows, K]; with `summed` 0, of [K, rows]."""
     data, scale = operand.data, operand.scale
     assert scale.dtype == torch.float32, f"scales are {scale.dtype}"
-    row, k = (-1, -2) if summed == 0 else (-2, -1)
-    experts = data.dim() > 2
-    return _Operand(
-        codes=native.address(data),
-        row_stride=data.stride(row),
-        k_stride=data.stride(k),
-        expert_stride=data.stride(0) if experts else 0,
-        is_e5m2=operand.fmt == "e5m2",
-        scales=native.address(scale),
-        scale_row_stride=scale.stride(row),
-        scale_k_stride=scale.stride(k),
-        scale_expert_stride=scale.stride(0) if experts else 0,
-        rows_per_scale=BLOCK if operand.layout == "tile" else 1,
+    return (
+        native.address(data),
+        *_strides(data, summed),
+        operand.fmt == "e5m2",
+        native.address(scale),
+        *_strides(scale, summed),
+        BLOCK if operand.layout == "tile" else 1,
     )
+
+
+def _strides(tensor: Tensor, summed: int) -> tuple[int, int, int]:
+    """Between rows, along K and between experts."""
+    *expert, outer, inner = tensor.stride()
+    row, k = (outer, inner) if summed else (inner, outer)
+    return row, k, expert[0] if expert else 0
 
 
 _FIELDS = 4

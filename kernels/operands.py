@@ -56,6 +56,8 @@ def as_rows(x: Tensor) -> tuple[Tensor, list[int]]:
 
     The last two dimensions are the matrix, a vector is one row, and no block crosses two matrices.
     """
+    if x.dim() == 2:
+        return x, [0, x.shape[0]]
     rows, columns = (1, x.shape[0]) if x.dim() == 1 else x.shape[-2:]
     matrices = math.prod(x.shape[:-2])
     return x.reshape(matrices * rows, columns), [index * rows for index in range(matrices + 1)]

@@ -46,7 +46,7 @@ class TiledWeight:
     """A weight's codes and scales, kept from fprop for dgrad."""
 
     kept: QuantizedTensor | numba_tiles.Weight
-    """[E,N,K] in tiles, as one of the two kinds of kernels reads it."""
+    """[E,N,K] in tiles, as one of the two kinds of kernels reads it; native ones read [N,K] too, for all rows."""
 
 
 def weight(w_ENK: Tensor, operand: OperandFormat, *, backend: str | None = None) -> TiledWeight:
@@ -60,13 +60,30 @@ def weight(w_ENK: Tensor, operand: OperandFormat, *, backend: str | None = None)
     return TiledWeight(QuantizedTensor(codes.reshape(w_ENK.shape), scale, "tile", operand.fmt))
 
 
+def measured_weight(w: Tensor, operand: OperandFormat) -> tuple[Tensor, QuantizedTensor]:
+    """TensorStats of a weight [N,K] or [E,N,K] in tiles, float64 [E,S], and its codes, from one read by native kernels."""
+    rows, columns = w.shape[-2:]
+    experts = w.shape[0] if w.dim() == 3 else 1
+    codes, scales, vectors_ES = native.measured_rows(
+        w.detach().reshape(experts * rows, columns),
+        range(0, (experts + 1) * rows, rows) if rows else [0] * (experts + 1),
+        "tile",
+        get_format(operand.fmt),
+        operand.scale,
+        operand.multiplier,
+    )
+    if w.dim() == 3:
+        codes, scales = codes.view(w.shape), scale_shape(scales, w, "tile")
+    return vectors_ES, QuantizedTensor(codes, scales, "tile", operand.fmt)
+
+
 def fprop(
     x_TK: Tensor, w: TiledWeight, features: int, operand: OperandFormat, bounds: list[int], dtype: torch.dtype
 ) -> Tensor:
     """Y = X W^T [T,N] in dtype, each expert's rows with its weight, zeros behind the last bound."""
     if isinstance(w.kept, numba_tiles.Weight):
         return numba_tiles.fprop(x_TK, w.kept, features, operand, bounds, dtype)
-    return native_gemm.grouped_nt(_rows(x_TK, operand), w.kept, bounds, dtype)
+    return _product(_rows(x_TK, operand), w.kept, bounds, dtype)
 
 
 def dgrad(
@@ -82,7 +99,7 @@ def dgrad(
         return numba_tiles.dgrad(dy_TN, w.kept, features, operand, bounds, dtype)
     # Views: the GEMM takes any strides.
     w_EKN = QuantizedTensor(w.kept.data.mT, w.kept.scale.mT, "tile", w.kept.fmt)
-    return native_gemm.grouped_nt(_rows(dy_TN, operand), w_EKN, bounds, dtype)
+    return _product(_rows(dy_TN, operand), w_EKN, bounds, dtype)
 
 
 def wgrad(
@@ -114,6 +131,12 @@ def _default() -> str:
 
 def _uses_numba(name: str | None) -> bool:
     return (_default() if name is None else name) == "numba"
+
+
+def _product(a: QuantizedTensor, b: QuantizedTensor, bounds: list[int], dtype: torch.dtype) -> Tensor:
+    if b.data.dim() == 2:
+        return native_gemm.gemm_nt(a, b, dtype)
+    return native_gemm.grouped_nt(a, b, bounds, dtype)
 
 
 def _rows(x_TC: Tensor, operand: OperandFormat) -> QuantizedTensor:

@@ -9,16 +9,19 @@ norm. Operands that lose values to underflow are the early warning: alone they m
     watch       beyond the act level once, or the watch level twice; or an operand beyond its watch level; or NaN or Inf
     unknown     fewer than SAMPLES_NEEDED samples, and nothing that is bad enough already
     safe        all else
+
+What is lost in an operand is helped only by a change to that operand: `Finding.lost_in` names them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fp8_safeguard.monitor.coverage import NOT_OBSERVED
 from fp8_safeguard.monitor.history import SAMPLES_NEEDED
 from fp8_safeguard.monitor.slots import Slot
 from fp8_safeguard.monitor.thresholds import FLOOR, Threshold
@@ -29,6 +32,12 @@ VERDICTS: tuple[Verdict, ...] = ("keep_bf16", "watch", "unknown", "safe")
 """The worst first."""
 TWICE = 2
 """Samples beyond a level that make it more than an accident, as for the policy."""
+
+
+_NO_GEMM = ("no GEMM",)
+"""In the reasons of coverage: a look-up has nothing to do with FP8."""
+_NO_FP8 = ("excluded by filter", "convolution")
+"""What the user leaves out, and what has no FP8 form."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,22 +102,47 @@ class OperandReadings:
         return f"{self.slot.operand} {self.slot.layout}"
 
 
-def verdict_of(
-    readings: GemmReadings, operands: Sequence[OperandReadings], together: str = ""
-) -> tuple[Verdict, str]:
-    """The verdict on a GEMM and what it reads, and why it is not safe (empty where it is).
+@dataclass(frozen=True, kw_only=True)
+class Unseen:
+    """A weight matrix of which nothing is known."""
+
+    name: str
+    reason: str
+
+
+class Finding(NamedTuple):
+    """The verdict on a GEMM with its reasons."""
+
+    verdict: Verdict
+    reason: str
+    """Why it is not safe; empty where it is."""
+    cause: str = ""
+    """What beside the error keeps it in BF16; empty where the error alone does."""
+    lost_in: tuple[frozenset[str], ...] = ()
+    """Of each reason that is no error, the operands of which one must change to help; empty where nothing would."""
+
+
+def verdict_of(readings: GemmReadings, operands: Sequence[OperandReadings], together: str = "") -> Finding:
+    """The verdict on a GEMM and what it reads.
 
     together: what `vanishing_together` says of its layer, where the GEMM reads the weight.
     """
-    harm = _harm(readings) or _flush(operands) or together
-    if harm:
-        return "keep_bf16", harm
+    harm, flush = _harm(readings), _flush(operands)
+    said = "; ".join(each for each in (harm, flush, together) if each)
+    if said:
+        causes = {"rows of dy flushed": flush, "x and w vanish together": together}
+        places = [frozenset({"dy"})] * bool(flush) + [frozenset({"x", "w"})] * bool(together)
+        cause = ", ".join(cause for cause, there in causes.items() if there)
+        return Finding("keep_bf16", said, cause, tuple(places))
     broken = f"NaN or Inf in {_samples(readings.nonfinite)}" if readings.nonfinite else ""
-    if readings.samples < SAMPLES_NEEDED:
-        few = f"{_samples(readings.samples) if readings.samples else 'no sample'} yet, {SAMPLES_NEEDED} are needed"
-        return "unknown", f"{few}; {broken}" if broken else few
-    doubts = [doubt for doubt in (_doubt(readings), *map(_loss, operands), broken) if doubt]
-    return ("watch", "; ".join(doubts)) if doubts else ("safe", "")
+    missing = SAMPLES_NEEDED - readings.samples
+    if missing > 0:
+        few = f"{_samples(readings.samples) if readings.samples else 'no sample'}, {missing} more needed"
+        return Finding("unknown", f"{few}; {broken}" if broken else few)
+    losses = {each: loss for each in operands if (loss := _loss(each))}
+    doubts = [doubt for doubt in (_doubt(readings), *losses.values(), broken) if doubt]
+    places = [frozenset({each.slot.operand or ""}) for each in losses] + [frozenset[str]()] * bool(broken)
+    return Finding("watch", "; ".join(doubts), "", tuple(places)) if doubts else Finding("safe", "")
 
 
 def vanishing_together(operands: Mapping[tuple[str, str], OperandReadings]) -> str:
@@ -125,6 +159,20 @@ def vanishing_together(operands: Mapping[tuple[str, str], OperandReadings]) -> s
     return (
         f"{percent(x.sure_underflow or 0.0)} of x and {percent(w.sure_underflow or 0.0)} of w vanish together"
     )
+
+
+def unseen(coverage: Iterable[Mapping[str, Any]]) -> tuple[tuple[Unseen, ...], tuple[Unseen, ...]]:
+    """Matrices that coverage says were not observed: those that a verdict needs, and those that it does without."""
+    needed: list[Unseen] = []
+    left_out: list[Unseen] = []
+    for row in coverage:
+        reason = str(row["reason"])
+        if row["status"] != NOT_OBSERVED or any(words in reason for words in _NO_GEMM):
+            continue
+        (left_out if reason.startswith(_NO_FP8) else needed).append(
+            Unseen(name=str(row["name"]), reason=reason)
+        )
+    return tuple(needed), tuple(left_out)
 
 
 def _underflows(each: OperandReadings, severity: Literal["watch", "act"]) -> bool:

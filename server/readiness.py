@@ -11,10 +11,11 @@ from sqlalchemy import Connection, LargeBinary, Row, literal, select
 
 from fp8_safeguard.monitor import readiness as judge
 from fp8_safeguard.monitor.budget import fallbacks
+from fp8_safeguard.monitor.coverage import MAX_ROWS, NOT_OBSERVED
 from fp8_safeguard.monitor.readings import GemmReadings, OperandReadings
 from fp8_safeguard.monitor.slots import Slot
 from fp8_safeguard.monitor.thresholds import MIN_UNDERFLOW_COUNT
-from fp8_safeguard.server import slotlists
+from fp8_safeguard.server import clientreports, slotlists
 from fp8_safeguard.server.answers import encode_float
 from fp8_safeguard.server.audit import plan_from
 from fp8_safeguard.server.branch import visible_rows
@@ -39,7 +40,7 @@ def readiness(
     """The report over a range of steps of the live branch; of a long one its newest steps.
 
     `from_step` and `to_step` of the answer are the first and last step that was used; `steps_used` and `steps_in_range` count
-    sampled steps. Raises Problem 404.
+    sampled steps. Weight matrices that the run's newest coverage calls not observed enter the summary. Raises Problem 404.
     """
     row = find_run(conn, run)
     owners = _owners(conn, row.id, from_step, to_step)
@@ -50,11 +51,14 @@ def readiness(
         used += {each.step for each in rows}
     order = slotlists.order_of(conn, row.id)
     slots = _as_sent_last(conn, row.id, owners[-len(used) :] if used else [])
+    coverage = clientreports.coverage(conn, run, status=NOT_OBSERVED, page_size=MAX_ROWS)
     report = judge.assess(
         reading.gemms(slots),
         reading.operands(),
         order=order.layers,
         fallen=fallbacks(plan_from(row)),
+        coverage=coverage["items"],
+        ended=row.ended_at is not None,
     )
     return {
         "run": run,

@@ -18,6 +18,8 @@ from fp8_safeguard.server.apischemas import (
     ref,
 )
 
+_UNSEEN = listed(record("A weight matrix that was not observed.", {"name": TEXT, "reason": TEXT}))
+
 REPORT_SCHEMAS: dict[str, Schema] = {
     "Coverage": record(
         "A page of weight matrices; counts are over all of them, step is that of the newest report.",
@@ -44,13 +46,15 @@ REPORT_SCHEMAS: dict[str, Schema] = {
                     **dict.fromkeys(("safe_ratio", "keep_bf16_ratio"), SHARE),
                     "keep_bf16_layers": listed(TEXT),
                     "budget_ratio": {"type": "number"},
+                    # What makes the run not ready, and what the verdict does without.
+                    **dict.fromkeys(("unobserved", "left_out"), _UNSEEN),
                 },
             ),
             "items": listed(ref("ReadinessRow")),
         },
     ),
     "ReadinessRow": record(
-        "The verdict on one GEMM; best is the best what-if where plain FP8 is not safe.",
+        "The verdict on one GEMM; best is the best what-if that helps where plain FP8 is not safe.",
         {
             "layer": TEXT,
             "gemm": one_of(GEMMS),
@@ -76,6 +80,7 @@ REPORT_SCHEMAS: dict[str, Schema] = {
                     },
                 )
             ),
+            "cause": TEXT,
             "remedy": maybe(TEXT),
         },
     ),

@@ -61,7 +61,7 @@ def test_the_verdict_comes_first_and_the_worst_gemm_next(ready: Any, cli: Callab
     ]
     assert lines[2].split(None, 3)[:3] == ["layers.0.a|b", "fprop", "keep_bf16"]
     assert "40 %" in lines[2]
-    assert "safe with e5m2 for x (6 %)" in lines[2]
+    assert "safe with e5m2 for x (6 %, limit 10 %)" in lines[2]
     assert [line.split()[2] for line in lines[3:10]] == ["safe"] * 7
     assert lines[10:] == [
         "8 GEMMs of 8 layers: 7 safe, 1 keep_bf16",
@@ -103,7 +103,7 @@ def test_markdown_is_a_table_whatever_a_layer_is_called(ready: Any, cli: Callabl
     table = [line for line in lines if line.startswith("|")]
     assert len(table) == 10
     cells = {line.replace("\\|", "").count("|") for line in table}
-    assert cells == {12}
+    assert cells == {13}
     assert table[2].startswith("| layers.0.a\\|b | fprop | keep\\_bf16 | 40 % |")
     hostile = ask(cli, ready, "sick-7b", "--format", "markdown").out
     assert "\x1b" not in hostile
@@ -116,6 +116,35 @@ def test_a_hostile_name_does_not_steer_the_terminal(ready: Any, cli: Callable[..
     assert 'blocks.1/a "b"\\n\\x1b[31m%' in said.out
     rows = list(csv.DictReader(io.StringIO(ask(cli, ready, "sick-7b", "--format", "csv").out)))
     assert {row["layer"] for row in rows} == set(NAMES)
+
+
+def test_what_was_not_observed_is_named_with_its_reason_and_fails(
+    ready: Any, cli: Callable[..., Any]
+) -> None:
+    hostile = "raw|\x1b[31m"
+    coverage = [
+        {"name": "layers.0.a|b", "shape": [8, 8], "status": "observed", "reason": ""},
+        {"name": hostile, "shape": [8, 8], "status": "not observed", "reason": "compiled: not seen"},
+        {"name": "head", "shape": [8, 8], "status": "not observed", "reason": "excluded by filter"},
+        {"name": "tok", "shape": [8, 8], "status": "not observed", "reason": "embedding: a look-up, no GEMM"},
+    ]
+    bundle = ready.get("/runs/one-sick-layer/export")["samples"]
+    healthy = [{**sample, "coverage": coverage} for sample in bundle]
+    answer = httpx2.post(f"{ready.url}/api/v1/runs/half-seen/samples", json={"samples": healthy})
+    assert answer.status_code == 200, answer.text
+    said = ask(cli, ready, "half-seen", "--exit-code")
+    assert said.code == 1
+    lines = said.out.splitlines()
+    assert lines[0] == "half-seen: not ready: 1 weight matrix was not observed: raw|\\x1b[31m"
+    assert "raw|\\x1b[31m: unknown, not observed: compiled: not seen" in lines
+    assert "head: not judged, not observed: excluded by filter" in lines
+    assert "tok" not in said.out
+    summary = ask(cli, ready, "half-seen", "--json").json["summary"]
+    assert summary["unobserved"] == [{"name": hostile, "reason": "compiled: not seen"}]
+    assert summary["left_out"] == [{"name": "head", "reason": "excluded by filter"}]
+    page = ask(cli, ready, "half-seen", "--format", "markdown").out
+    assert "- raw\\|\\\\x1b\\[31m: unknown, not observed: compiled: not seen" in page.splitlines()
+    assert "\x1b" not in said.out + page
 
 
 def test_a_file_is_written_whole_and_never_replaced_unasked(

@@ -62,19 +62,23 @@ def test_b13_a_matrix_that_was_never_measured_says_no_data() -> None:
     [
         (
             SAMPLING,
-            "One step in 40 is sampled, 8 of 32 layers at a time, one block in 17 of those. "
-            "Every layer has been seen after 160 steps. "
+            "One step in 40 is sampled. "
+            "8 of 32 layers are measured in full in each sample, in turn; of the others one block in 17 is read. "
+            "Every observed layer is measured in full within 160 steps. "
             "It takes 0.93 % of the training time; the budget is 1 %.",
         ),
         (
             {"every": 1, "layers_per_sample": 32, "layers": 32, "tile_stride": 1, "overhead_ratio": 0.2},
-            "Every step is sampled, all 32 layers each time. It takes 20 % of the training time.",
+            "Every step is sampled. All 32 layers are measured in full in each sample. "
+            "It takes 20 % of the training time.",
         ),
         ({"budget": 0.02}, "It may take 2 % of the training time."),
         (
             {"layers_per_sample": 3, "full_coverage_steps": 1},
-            "3 layers at a time. Every layer has been seen after 1 step.",
+            "3 layers are measured in full in each sample, in turn. "
+            "Every observed layer is measured in full within 1 step.",
         ),
+        ({"tile_stride": 17}, "One block in 17 is read."),
         ({"overhead_ratio": 0.0}, "It takes 0 % of the training time."),
         ({"step": 7}, ""),
         ({}, ""),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Callable
@@ -12,10 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from fp8_safeguard.hooks import attach, uses
 from fp8_safeguard.kernels import tensor_stats
@@ -34,25 +36,46 @@ class Block(nn.Module):
         return x + self.down(torch.relu(self.up(x)))
 
 
+class Raw(nn.Module):
+    """Products with parameters of its own: a matrix, and two experts that are one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w_NK, self.experts_ENK = (
+            nn.Parameter(torch.randn(16, 16) / 4),
+            nn.Parameter(torch.randn(2, 16, 16) / 4),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(nn.functional.linear(x, self.w_NK))
+        return torch.cat([x[:1] @ self.experts_ENK[0].t(), x[1:] @ self.experts_ENK[1].t()])
+
+
 class Model(nn.Module):
     def __init__(self, unused: bool = False) -> None:
         super().__init__()
         self.first, self.second = Block(False), Block(unused)
-        self.head = nn.Linear(16, 8, bias=False)
+        self.raw, self.head = Raw(), nn.Linear(16, 8, bias=False)
+        self.checkpointed = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.second(self.first(x)))
+        for part in (self.first, self.second, self.raw):
+            x = checkpoint(part, x, use_reentrant=False) if self.checkpointed else part(x)
+        return self.head(x)
 
 
-def sharded(*, each: bool, reshard: bool = True) -> Wrap:
-    """FSDP2 of each linear layer, or of each block, and of what is left."""
+def sharded(*, each: bool, reshard: bool = True, dtype: torch.dtype | None = None) -> Wrap:
+    """FSDP2 of each linear layer, or of each block, and of what is left; computing in another dtype if one is given."""
 
     def wrap(model: nn.Module) -> nn.Module:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        how: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": reshard}
+        if dtype is not None:
+            how["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype)
         for module in list(model.modules()):
-            if isinstance(module, nn.Linear if each else Block):
-                fully_shard(module, mesh=mesh, reshard_after_forward=reshard)
-        fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+            if isinstance(module, (nn.Linear, Raw) if each else (Block, Raw)):
+                fully_shard(module, **how)
+        fully_shard(model, **how)
         return model
 
     return wrap
@@ -76,11 +99,16 @@ WAYS: dict[str, tuple[bool, Wrap]] = {
     "layers_after": (False, sharded(each=True)),
     "layers_before": (True, sharded(each=True)),
     "kept_after": (False, sharded(each=True, reshard=False)),
+    "mixed_after": (False, sharded(each=True, dtype=torch.bfloat16)),
+    "mixed_before": (True, sharded(each=False, dtype=torch.bfloat16)),
+    "checkpointed_after": (False, sharded(each=False)),
+    "checkpointed_before": (True, sharded(each=True)),
     "split_after": (False, split),
     "split_before": (True, split),
     "ddp": (False, replicated()),
     "ddp_static": (False, replicated(static_graph=True)),
     "ddp_unused": (False, replicated(find_unused_parameters=True)),
+    "ddp_no_sync": (False, replicated()),
 }
 
 
@@ -89,18 +117,20 @@ def train(way: str, *, observed: bool) -> tuple[list[torch.Tensor], dict[str, An
     before, wrap = WAYS[way]
     torch.manual_seed(0)
     model = Model(unused=way == "ddp_unused")
+    model.checkpointed = way.startswith("checkpointed")
     guard, samples = None, []
     if observed and before:
-        guard = attach(model, every=1, recompute=6)
+        guard = attach(model, every=1, recompute=8)
     wrapped = wrap(model)
     if observed and not before:
-        guard = attach(model, every=1, recompute=6)
+        guard = attach(model, every=1, recompute=8)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     torch.manual_seed(10 + dist.get_rank())
     tensors: list[torch.Tensor] = []
     for _ in range(STEPS):
         for micro in range(2):
-            wrapped(torch.randn(3 + micro, 16)).square().sum().backward()
+            with wrapped.no_sync() if way == "ddp_no_sync" and micro == 0 else contextlib.nullcontext():
+                wrapped(torch.randn(3 + micro, 16)).square().sum().backward()
         tensors += [_local(p.grad).clone() for p in model.parameters() if p.grad is not None]
         optimizer.step()
         optimizer.zero_grad()
@@ -124,9 +154,9 @@ def whole_weights(way: str) -> dict[str, float]:
     model = Model(unused=way == "ddp_unused")
     column = 9  # sum_sq
     return {
-        name: float(tensor_stats(module.weight.detach(), layout="tile")[column])
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear)
+        name.removesuffix(".weight"): float(tensor_stats(parameter.detach(), layout="tile")[column])
+        for name, parameter in model.named_parameters()
+        if parameter.dim() > 1
     }
 
 

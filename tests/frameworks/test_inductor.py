@@ -47,20 +47,23 @@ def watch() -> Iterator[Callable[..., Guard]]:
 
 
 class Block(nn.Module):
-    def __init__(self, kind: type[nn.Module]) -> None:
+    def __init__(self, kind: type[nn.Module], in_place: bool = False) -> None:
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(WIDTH), kind(WIDTH, 2 * WIDTH), kind(2 * WIDTH, WIDTH)
+        self.act: Callable[[Tensor], Tensor] = torch.relu_ if in_place else nn.functional.gelu
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+        return x + self.down(self.act(self.up(self.norm(x))))
 
 
 class Blocks(nn.Module):
     """The first block's layers are used twice; with `recompute` each call is inside a checkpoint."""
 
-    def __init__(self, kind: type[nn.Module] = nn.Linear, recompute: bool = False) -> None:
+    def __init__(
+        self, kind: type[nn.Module] = nn.Linear, recompute: bool = False, in_place: bool = False
+    ) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(kind) for _ in range(2))
+        self.blocks = nn.ModuleList(Block(kind, in_place) for _ in range(2))
         self.recompute = recompute
 
     def forward(self, x: Tensor) -> Tensor:
@@ -92,6 +95,7 @@ def counts(guard: Guard) -> dict[str, int]:
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[..., list[Tensor]]]] = {
     "plain": (Blocks, plainly),
+    "outputs changed in place": (lambda: Blocks(in_place=True), plainly),
     "autocast": (Blocks, under_autocast),
     "checkpoint": (lambda: Blocks(recompute=True), plainly),
     "our layers": (lambda: Blocks(Fp8Linear), plainly),

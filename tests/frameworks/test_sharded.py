@@ -19,10 +19,19 @@ LAYERS = {
     "first.down": (32, 16),
     "second.up": (16, 32),
     "second.down": (32, 16),
+    "raw.w_NK": (16, 16),
     "head": (16, 8),
 }
 """Input and output features."""
-SHARDED = ["blocks_after", "blocks_before", "layers_after", "layers_before", "kept_after"]
+EXPERTS = "raw.experts_ENK"
+"""Two of them, [2, 16, 16]; each row goes to one."""
+MIXED = ["mixed_after", "mixed_before"]
+"""In bfloat16, which is what the weight is read in."""
+CHECKPOINTED = ["checkpointed_after", "checkpointed_before"]
+SHARDED = [
+    "blocks_after", "blocks_before", "layers_after", "layers_before", "kept_after", *MIXED, *CHECKPOINTED,
+]  # fmt: skip
+REPLICATED = ["ddp", "ddp_static", "ddp_unused", "ddp_no_sync"]
 
 
 @pytest.fixture(scope="module")
@@ -55,10 +64,11 @@ def counts(sample: dict[str, Any]) -> dict[str, int]:
         f"{slot['layer']} {slot.get('gemm') or slot['operand'] + ' ' + slot['layout']}"
         for slot in sample["slots"]
     ]
-    return dict(zip(names, sample["columns"]["count"], strict=True))
+    pairs = zip(names, sample["slots"], sample["columns"]["count"], strict=True)
+    return {name: count for name, slot, count in pairs if slot.get("expert") is None}
 
 
-@pytest.mark.parametrize("way", [*SHARDED, "ddp", "ddp_static", "ddp_unused"])
+@pytest.mark.parametrize("way", [*SHARDED, *REPLICATED])
 def test_each_rank_counts_each_use_once_and_trains_bit_for_bit(way: str, ranks: list[dict[str, Any]]) -> None:
     for rank in (rank[way] for rank in ranks):
         assert rank["equal"]
@@ -73,9 +83,12 @@ def test_each_rank_counts_each_use_once_and_trains_bit_for_bit(way: str, ranks: 
                 assert seen[f"{layer} w tile"] == inputs * outputs
                 assert seen[f"{layer} wgrad"] > 0
                 assert (f"{layer} dgrad" in seen) == (layer != "first.up")
-        _whole_weights(rank)
+            for operand in ("x row", "x col", "dy row", "dy col"):
+                assert seen[f"{EXPERTS} {operand}"] == ROWS * 16
+            assert seen[f"{EXPERTS} w tile"] == 2 * 16 * 16
+        _whole_weights(rank, 0.005 if way in MIXED else 1e-12)
         status = {row["name"]: row["status"] for row in rank["coverage"]}
-        assert {status[layer] for layer in LAYERS} == {"observed"}
+        assert {status[layer] for layer in (*LAYERS, EXPERTS)} == {"observed"}
         assert status.get("second.unused", "not observed") == "not observed"
 
 
@@ -89,14 +102,15 @@ def test_b22_a_weight_of_which_a_rank_has_only_a_part_is_named_and_not_read(
         assert rank["said"].pop("partitioned: not readable here") == 2 * 2 * 2
         assert all("partitioned" in kind for kind in rank["said"])
         for sample in rank["samples"]:
-            assert {slot["layer"] for slot in sample["slots"]} == {"second.up", "second.down", "head"}
+            whole = {"second.up", "second.down", "raw.w_NK", EXPERTS, "head"}
+            assert {slot["layer"] for slot in sample["slots"]} == whole
         reasons = {row["name"]: row["reason"] for row in rank["coverage"] if row["status"] == "not observed"}
         assert reasons == dict.fromkeys(("first.up", "first.down"), "partitioned: not readable here")
 
 
-def _whole_weights(rank: dict[str, Any]) -> None:
+def _whole_weights(rank: dict[str, Any], tolerance: float) -> None:
     """w is the whole weight as the GEMM reads it, and no rank's part."""
     sample = rank["samples"][0]
     for slot, sum_sq in zip(sample["slots"], sample["columns"]["sum_sq"], strict=True):
-        if slot.get("operand") == "w":
-            assert sum_sq == pytest.approx(rank["weights"][slot["layer"]], rel=1e-12)
+        if slot.get("operand") == "w" and slot.get("expert") is None:
+            assert sum_sq == pytest.approx(rank["weights"][slot["layer"]], rel=tolerance)

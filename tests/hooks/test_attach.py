@@ -74,10 +74,16 @@ def test_b11_a_second_attach_is_refused_and_after_detach_it_works(
     watch: Watch, read: Read, train: Train
 ) -> None:
     model = Two()
-    guard = attach(model, run="first")
+    guard = attach(model, run="first", every=1)
     for part in (model, model.plain, model.ours, nn.Sequential(model)):
         with pytest.raises(AlreadyAttachedError, match=r"'first'.*detach\(\)"):
             attach(part)
+    # What was refused has left nothing: the first guard counts each layer once.
+    for _ in range(2):
+        train(model, torch.optim.SGD(model.parameters(), 0.1))
+    assert read(guard)["plain x row"].count == read(guard)["ours dy row"].count == 4 * 8
+    labels = [slot.label for slot in read(guard).sample.slots]
+    assert len(labels) == len(set(labels)) > 0
     guard.detach()
     again = watch(model)
     train(model, torch.optim.SGD(model.parameters(), 0.1))
@@ -104,6 +110,12 @@ def test_b11_two_models_report_apart(watch: Watch, read: Read, train: Train) -> 
     train(models[0], torch.optim.SGD(models[0].parameters(), 0.1))
     assert read(guards[0])["plain x row"].count == 32
     assert guards[1].last_sample() is None
+    first = guards[0].last_sample()
+    models[1](torch.full((3, 8), 2.0)).sum().backward()
+    torch.optim.SGD(models[1].parameters(), 0.1).step()
+    assert (read(guards[1])["plain x row"].count, read(guards[1])["plain x row"].amax) == (24, 2.0)
+    assert guards[0].last_sample() == first
+    assert [guard.run for guard in guards] == ["run-0", "run-1"]
 
 
 def test_copies_of_the_model_work_and_report_nothing(watch: Watch, read: Read, train: Train) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -115,6 +116,9 @@ class TestNoStepWaits:
         model = stack()
         guard = watch(model, server="http://127.0.0.1:9", run="down", every=10)
         assert in_time(train, model, 100)
+        until = time.monotonic() + 60.0
+        while not guard._session.once.counts and time.monotonic() < until:
+            time.sleep(0.01)  # the first refusal, which is told of once
         threads, sizes = threading.active_count(), sizes_of(guard)
         assert in_time(train, model, 400)
         assert threading.active_count() <= threads

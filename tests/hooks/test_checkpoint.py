@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fp8_safeguard.hooks import Guard
@@ -150,12 +151,51 @@ def test_a_checkpoint_of_another_make_repeats_under_an_autograd_function(both: B
     assert [read(guard)[f"0 {part}"].rows for part in ("x row", "dy row")] == [10, 10]
 
 
+class Mixed(nn.Module):
+    """Products by function and by modules, as a block has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.raw, self.linear = nn.Parameter(torch.randn(16, 16) / 4), nn.Linear(16, 16)
+        self.attention = nn.MultiheadAttention(16, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(torch.tanh(nn.functional.linear(x, self.raw)))
+        return self.attention(x, x, x)[0]
+
+
+@pytest.mark.parametrize("kind", [CheckpointImpl.NO_REENTRANT, CheckpointImpl.REENTRANT])
+def test_modules_inside_torchs_checkpoint_wrapper_keep_their_names_and_statistics(
+    both: Both, read: Read, kind: CheckpointImpl
+) -> None:
+    """A run with checkpointing is compared with one without by the layers' names, which state_dict() keeps too."""
+
+    def build(wrapped: bool) -> nn.Sequential:
+        block = Mixed()
+        return nn.Sequential(nn.Linear(16, 16), checkpoint_wrapper(block, kind) if wrapped else block)
+
+    def drive(model: nn.Module) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(2):
+            model(torch.randn(5, 3, 16)).square().sum().backward()
+            optimizer.step()
+
+    plain, wrapped = (both(lambda w=w: build(w), drive, recompute=9) for w in (False, True))
+    assert read(plain).stats == read(wrapped).stats
+    assert read(plain)["1.attention.out_proj dy row"].count == 15 * 16
+    assert plain.coverage() == wrapped.coverage()
+    assert {row["name"] for row in wrapped.coverage()} == {
+        name.removesuffix(".weight") for name, value in build(True).state_dict().items() if value.dim() > 1
+    }
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, Fp8Linear])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_gradients_stay_bit_equal(watch: Watch, reentrant: bool) -> None:
+def test_gradients_stay_bit_equal(watch: Watch, kind: Any, reentrant: bool) -> None:
     gradients = []
     for observed in (False, True):
         torch.manual_seed(0)
-        model = Checkpointed(Fp8Linear, reentrant)
+        model = Checkpointed(kind, reentrant)
         if observed:
             watch(model, recompute=3)
         model(torch.randn(9, 64)).square().sum().backward()

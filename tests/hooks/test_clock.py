@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 from torch import nn
 
 from fp8_safeguard.hooks import Guard, OptionError
@@ -173,6 +174,34 @@ def test_an_optimizer_inside_backward_ends_the_step_when_the_backward_is_over(
         if n == 1:
             assert [read(guard)[f"{i} dy row"].rows for i in (0, 1)] == [4, 4]
     assert arrived() == [0, 1, 2]
+
+
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_compiled_optimizer_step_ends_the_step_too(steps: Any, read: Read, whole: bool) -> None:
+    """Compiled by itself, or inside a function of the trainer's that clips as well."""
+    torch._dynamo.reset()
+    model, plain = (nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(2))
+    plain.load_state_dict(model.state_dict())
+    guard, arrived = steps(model)
+    for net in (model, plain):
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+
+        def clipped(net: nn.Module = net, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            nn.utils.clip_grad_norm_(net.parameters(), 0.01)
+            optimizer.step()
+
+        step = torch.compile(clipped if whole else optimizer.step, backend="eager")
+        torch.manual_seed(1)
+        for _ in range(3):
+            backward(net)
+            step()
+            optimizer.zero_grad()
+    torch._dynamo.reset()
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+    assert arrived() == [0, 1, 2]
+    assert [read(guard)[f"{i} {part}"].rows for i in (0, 2) for part in ("x row", "dy row")] == [4] * 4
+    assert guard._session.once.counts == {}
 
 
 class TestLossScale:

@@ -91,6 +91,27 @@ def test_the_rows_travel_with_the_first_sample_and_when_they_have_changed(
     assert {row["name"] for row in sent[0]} == set(named(guard))
 
 
+@pytest.mark.parametrize("steps", [1, 3])
+def test_b13_a_model_whose_modules_are_never_called_is_not_called_observed(
+    watch: Watch, caplog: pytest.LogCaptureFixture, steps: int
+) -> None:
+    """A trainer that calls forward() itself passes every hook by: there is no sample, and that is said."""
+    model = nn.Linear(8, 8)
+    guard = watch(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    for _ in range(steps):
+        model.forward(torch.randn(4, 8)).square().sum().backward()
+        optimizer.step()
+    assert guard.last_sample() is None
+    row = named(guard)[""]
+    assert row["status"] == "not observed"
+    assert "registered, never called" in row["reason"]
+    assert sum("without a forward of any observed layer" in r.message for r in caplog.records) == 1
+    once(model, torch.randn(4, 8))
+    assert guard.last_sample() is not None
+    assert named(guard)[""]["status"] == "observed"
+
+
 class TestReplaced:
     def test_a_module_that_user_code_puts_in_the_place_of_another_is_named(
         self, watch: Watch, read: Read, caplog: pytest.LogCaptureFixture

@@ -130,6 +130,26 @@ def test_b13_both_projections_of_attention_are_seen_once_each(
     assert {row["status"] for row in rows.values()} == {"observed", "adapted"}
 
 
+def test_b13_attention_that_is_the_whole_model_is_seen_in_its_first_step(both: Both, read: Read) -> None:
+    """The report's own: one training step of nn.MultiheadAttention(8, 2)."""
+
+    def once(model: nn.Module) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        x = torch.randn(5, 3, WIDTH)
+        model(x, x, x)[0].square().sum().backward()
+        optimizer.step()
+
+    guard = both(lambda: nn.MultiheadAttention(WIDTH, 2), once, recompute=8)
+    got = read(guard)
+    parts = {"x row", "x col", "w tile", "dy row", "dy col", "fprop", "wgrad"}
+    assert got.parts("in_proj_weight") == parts
+    assert got.parts("out_proj") == parts | {"dgrad"}
+    for layer, outputs in (("in_proj_weight", 3 * WIDTH), ("out_proj", WIDTH)):
+        assert got[f"{layer} x row"].count == 15 * WIDTH
+        assert got[f"{layer} dy row"].count == 15 * outputs
+        assert got[f"{layer} w tile"].count == outputs * WIDTH
+
+
 def encoder() -> nn.TransformerEncoder:
     layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.1, batch_first=True)
     return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)

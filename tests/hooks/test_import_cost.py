@@ -78,6 +78,14 @@ def test_importing_the_hooks_leaves_alone_what_they_do_not_use(imported: Any) ->
     assert ours & unused == set()
 
 
+def test_what_only_an_attached_model_needs_waits_for_it(imported: Any) -> None:
+    judging = {"hooks.flags", "monitor.history", "monitor.nonfinite", "monitor.signals"}
+    of_functions = {"hooks.functional", "hooks.products", "hooks.scoped"}
+    sending = {"hooks.backlog", "hooks.client", "hooks.spool"}
+    assert imported[0] & {f"fp8_safeguard.{name}" for name in judging | of_functions | sending} == set()
+    assert imported[0] & {"decimal", "fractions", "sqlite3", "statistics"} == set()
+
+
 @pytest.mark.skipif(backend() != "native", reason="the native kernels were not built: numba measures")
 def test_attaching_and_sampling_load_no_compiler(tmp_path: Path) -> None:
     modules, operators, _ = added(tmp_path, OBSERVED, before=TRAINED)

@@ -142,23 +142,27 @@ class TestKinds:
     ) -> None:
         """F.linear returns a view for three dimensions with a bias; its place in the graph moves."""
         model = nn.Linear(8, 8)
+        plain = copy.deepcopy(model)
         guard = watch(model)
         optimizer = torch.optim.SGD(model.parameters(), 0.0)
         x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(1))
         weight = torch.arange(48.0).reshape(2, 3, 8)
-        y = model(x)
-        factor = torch.ones(8)
-        if change == "relu":
-            factor = (y.detach() > 0).float()
-            torch.relu_(y)
-        elif change == "multiply":
-            factor = torch.full((8,), 2.0)
-            y.mul_(2)
-        else:
-            factor[:3] = 5.0
-            y[..., :3].mul_(5)
-        (y * weight).sum().backward()
+        for net in (plain, model):
+            y = net(x)
+            factor = torch.ones(8)
+            if change == "relu":
+                factor = (y.detach() > 0).float()
+                torch.relu_(y)
+            elif change == "multiply":
+                factor = torch.full((8,), 2.0)
+                y.mul_(2)
+            else:
+                factor[:3] = 5.0
+                y[..., :3].mul_(5)
+            (y * weight).sum().backward()
         optimizer.step()
+        assert torch.equal(plain.weight.grad, model.weight.grad)
+        assert torch.equal(plain.bias.grad, model.bias.grad)
         dy = (weight * factor).reshape(6, 8)
         assert_same(read(guard)[" dy row"], measure(array(dy), layout="row"))
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from fp8_safeguard.hooks import recompute
 from fp8_safeguard.hooks.judge import row_standard_error
 from fp8_safeguard.hooks.recompute import SAMPLED_ROWS, RowSampler
 
@@ -71,3 +72,20 @@ def test_the_relative_errors_standard_error_is_the_ratio_estimators(case: str) -
 def test_a_sample_of_everything_has_no_error() -> None:
     signal, error = row_sums("decades", SAMPLED_ROWS)
     assert row_standard_error(signal, error) == 0.0
+
+
+def test_every_row_is_one_of_the_total_and_totals_that_change_do_not_add_up() -> None:
+    sampler = RowSampler(1)
+    for total in range(1, 400):
+        rows = sampler.rows(total, CPU)
+        assert len(rows) == min(total, SAMPLED_ROWS)
+        assert int(rows[0]) >= 0
+        assert int(rows[-1]) < total
+        assert bool((rows.diff() >= 0).all())
+    assert len(sampler._drawn) <= recompute._TOTALS_KEPT
+
+
+def test_no_place_rounds_up_to_the_row_behind_the_last() -> None:
+    totals = np.arange(SAMPLED_ROWS + 1, 10**6, dtype=np.float64)
+    places = recompute._STRATA_END * (totals / SAMPLED_ROWS)
+    assert (places.astype(np.int64) == totals - 1).all()

@@ -60,3 +60,31 @@ def test_samples_are_stored_once_the_list_by_its_digest_and_nothing_is_dropped(
     assert all(0.01 < value < 0.06 for value in series["values"])
     troubles = [r.message for r in caplog.records if r.name == "fp8_safeguard" and r.levelname != "INFO"]
     assert troubles == []
+
+
+def test_b10_steps_of_a_layer_with_and_without_gradient_stay_queryable(
+    tmp_path: Path, watch: Callable[..., Guard]
+) -> None:
+    """Frozen at steps 0, 1, 4 and 5: no value there, neither zero nor the last one, and those at 2 and 3 are kept."""
+    with running_server(Settings(database_url=f"sqlite:///{tmp_path}/hooks.db")) as url:
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        guard = watch(model, server=url, run="frozen", recompute=2)
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        for step in range(6):
+            model[0].requires_grad_(step in (2, 3))
+            model(torch.randn(4, 8)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert guard.flush(30)
+        seen = {}
+        with httpx2.Client() as client:
+            for name, slot in {
+                "x": {"operand": "x", "layout": "row"}, "w": {"operand": "w", "layout": "tile"},
+                "dy": {"operand": "dy", "layout": "row"}, "wgrad": {"gemm": "wgrad"},
+            }.items():  # fmt: skip
+                query = {"layer": "0", "metric": "amax", **slot}
+                series = client.get(f"{url}/api/v1/runs/frozen/series", params=query).json()
+                pairs = zip(series["steps"], series["values"], strict=True)
+                seen[name] = [step for step, value in pairs if value is not None]
+        guard.detach()
+    assert seen == {"x": [*range(6)], "w": [*range(6)], "dy": [2, 3], "wgrad": [2, 3]}

@@ -1,6 +1,5 @@
 """Sampled rows of products, and their comparison, against float64."""
 
-import ctypes
 from typing import Any
 
 import numpy as np
@@ -160,7 +159,7 @@ def test_a_library_of_another_version_is_not_called(monkeypatch: pytest.MonkeyPa
     class Older:
         @staticmethod
         def fp8_native_exact_job_bytes() -> int:
-            return ctypes.sizeof(native_exact._Product)
+            return native_exact._PRODUCT.size
 
     for found in (None, Older, object()):
         monkeypatch.setattr(native, "library", lambda found=found: found)

@@ -5,9 +5,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from torch import nn
 
+from fp8_safeguard.hooks.coverage import Coverage, discover
+from fp8_safeguard.hooks.once import OnceLog
 from fp8_safeguard.monitor.readiness import Report, Row, assess, variant_words
-from fp8_safeguard.monitor.readings import GemmReadings, OperandReadings, verdict_of
+from fp8_safeguard.monitor.readings import GemmReadings, OperandReadings, unseen, verdict_of
 from fp8_safeguard.monitor.slots import Slot
 
 # Typical and largest healthy errors of a recomputed GEMM over four seeds, E4M3.
@@ -113,9 +116,9 @@ def test_the_levels_follow_the_format() -> None:
 
 def test_too_few_samples_say_how_many_are_needed() -> None:
     row = only(gemm("a", "wgrad", [0.028] * 3))
-    assert (row.verdict, row.reason) == ("unknown", "3 samples yet, 4 are needed")
+    assert (row.verdict, row.reason) == ("unknown", "3 samples, 1 more needed")
     assert only(gemm("a", "wgrad", [0.028] * 4)).verdict == "safe"
-    assert only(gemm("a", "wgrad", [])).reason == "no sample yet, 4 are needed"
+    assert only(gemm("a", "wgrad", [])).reason == "no sample, 4 more needed"
     assert only(gemm("a", "wgrad", [])).error_median is None
 
 
@@ -308,6 +311,134 @@ def test_an_alternative_of_too_few_samples_is_no_remedy() -> None:
     row = only(gemm("a", "fprop", [0.3] * 4), gemm("a", "fprop", [0.02] * 2, variant="pow2"))
     assert row.best is not None
     assert (row.best.verdict, row.best.samples, row.remedy) == ("unknown", 2, None)
+
+
+@pytest.mark.parametrize(("error", "best"), [(0.0547, "x_e5m2"), (0.0549, None), (0.0647, None)])
+def test_what_has_no_less_error_than_plain_fp8_is_no_remedy(error: float, best: str | None) -> None:
+    """E5M2's limit is double: 6.47 % is safe there and still worse than 5.48 % that is not safe in E4M3."""
+    row = only(gemm("a", "fprop", [0.0548] * 4), gemm("a", "fprop", [error] * 4, variant="x_e5m2"))
+    assert row.verdict == "keep_bf16"
+    assert (row.best.variant if row.best else None) == best
+    assert row.remedy == ("safe with e5m2 for x" if best else None)
+
+
+def test_a_what_if_is_compared_in_the_samples_that_have_it() -> None:
+    """What-ifs come with a flag; the healthy samples before it say nothing against them."""
+    late = GemmReadings(
+        slot=Slot("a", gemm="fprop", variant="x_e5m2"),
+        steps=np.array([80, 90, 100, 110]),
+        errors=np.full(4, 0.06),
+    )
+    row = only(gemm("a", "fprop", [0.024] * 8 + [0.3] * 4), late)
+    assert (row.error_median, row.remedy) == (0.024, "safe with e5m2 for x")
+    early = GemmReadings(slot=late.slot, steps=np.array([0, 10, 20, 30]), errors=np.full(4, 0.06))
+    assert only(gemm("a", "fprop", [0.024] * 8 + [0.3] * 4), early).best is None
+
+
+def test_a_row_to_watch_gets_no_remedy_that_is_worse() -> None:
+    plain = gemm("a", "fprop", [0.03] * 7 + [0.051])
+    worse = gemm("a", "fprop", [0.06] * 8, variant="e5m2")
+    better = gemm("a", "fprop", [0.02] * 8, variant="mx32")
+    assert (only(plain, worse).verdict, only(plain, worse).best) == ("watch", None)
+    assert only(plain, worse, better).remedy == "safe with MXFP8 blocks of 32"
+    # No other way of quantising takes a NaN away.
+    assert only(gemm("a", "fprop", [0.03] * 8, nonfinite=2), better).best is None
+
+
+@pytest.mark.parametrize(
+    ("gemm_name", "variant", "helps"),
+    [
+        ("fprop", "x_e5m2", True),
+        ("fprop", "e5m2", True),
+        ("dgrad", "dy_e5m2", False),
+        ("dgrad", "w_e5m2", True),
+    ],
+)
+def test_a_remedy_changes_an_operand_that_vanishes(gemm_name: str, variant: str, helps: bool) -> None:
+    lost = [
+        operand("a", "x", "row", underflow=0.25, sure_underflow=0.25, underflow_step=1),
+        operand("a", "w", "tile", underflow=0.0045, sure_underflow=0.0045, underflow_step=1),
+    ]
+    readings = [*own_layer("a"), gemm("a", gemm_name, [0.02] * 8, variant=variant)]
+    row = rows(assess(readings, lost))["a", gemm_name]
+    assert (row.verdict, row.cause) == ("keep_bf16", "x and w vanish together")
+    assert row.reason == "25 % of x and 0.45 % of w vanish together"
+    assert (row.remedy is not None) is helps
+
+
+@pytest.mark.parametrize(("variant", "helps"), [("dy_e5m2", True), ("w_e5m2", False), ("mx32", True)])
+def test_a_remedy_of_flushed_rows_changes_the_gradient(variant: str, helps: bool) -> None:
+    flushed = [operand("a", "dy", "row", underflow=0.0, rows_flushed=0.6, rows_flushed_step=7)]
+    plain, other = gemm("a", "dgrad", [0.2] * 8), gemm("a", "dgrad", [0.03] * 8, variant=variant)
+    row = only(plain, other, operands=flushed)
+    assert row.cause == "rows of dy flushed"
+    # Neither reason hides the other.
+    assert row.reason == (
+        "error 20 % at step 0: beyond 15 % one sample is enough; 60 % of the rows of dy row flushed at step 7"
+    )
+    assert (row.best is not None) is helps
+    assert only(plain, other).cause == ""
+
+
+def not_observed(name: str, reason: str) -> dict[str, Any]:
+    return {"name": name, "shape": [8, 8], "status": "not observed", "reason": reason}
+
+
+COMPILED = "compiled: products by function are not observed in a compiled graph"
+
+
+def test_a_model_that_was_observed_in_part_is_not_ready() -> None:
+    coverage = [
+        *(not_observed(f"blocks.{n}.qkv", COMPILED) for n in range(5)),
+        not_observed("tok", "embedding: a look-up, no GEMM"),
+        not_observed("head", "excluded by filter"),
+        not_observed("stem", "convolution: not supported"),
+        {"name": "a", "shape": [8, 8], "status": "observed", "reason": ""},
+    ]
+    summary = assess(own_layer("a"), coverage=coverage).summary
+    assert summary.verdict == "not_ready"
+    assert summary.sentence == (
+        "not ready: 5 weight matrices were not observed: blocks.0.qkv, blocks.1.qkv, blocks.2.qkv and 2 more"
+    )
+    assert {each.reason for each in summary.unobserved} == {COMPILED}
+    assert [each.name for each in summary.left_out] == ["head", "stem"]
+    assert assess(own_layer("a"), coverage=coverage[5:]).summary.verdict == "ready"
+    assert assess([], coverage=coverage[:1]).summary.sentence == (
+        "not ready: no GEMM was measured in these steps; 1 weight matrix was not observed: blocks.0.qkv"
+    )
+
+
+def test_the_reasons_of_a_real_model_are_told_apart() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tok, self.stem = nn.Embedding(8, 4), nn.Conv1d(4, 4, 1)
+            self.used, self.idle, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    model = Model()
+    layers, left_out = discover(model, lambda module, name: name != "head")
+    coverage = Coverage(model, layers, left_out, OnceLog())
+    next(layer for layer in layers if layer.name == "used").seen = True
+    needed, without = unseen(coverage.rows(1))
+    assert [each.name for each in needed] == ["idle"]
+    assert {each.name for each in without} == {"head", "stem.weight"}
+
+
+@pytest.mark.parametrize(
+    ("name", "ended", "words"),
+    [
+        ("wgrad", False, "not ready: 1 of 1 GEMMs are not known yet; let it run on"),
+        (
+            "wgrad",
+            True,
+            "not ready: 1 of 1 GEMMs are not known; the run has ended, and it lacks 3 samples; "
+            "attach(recompute=N) recomputes more weight gradients a sample",
+        ),
+        ("dgrad", True, "not ready: 1 of 1 GEMMs are not known; the run has ended, and it lacks 3 samples"),
+    ],
+)
+def test_what_an_unknown_gemm_lacks(name: str, ended: bool, words: str) -> None:
+    assert assess([gemm("a", name, [0.028])], ended=ended).summary.sentence == words
 
 
 @pytest.mark.parametrize(

@@ -161,6 +161,36 @@ def test_a_result_that_overflowed_is_infinite_and_nan_is_counted(client: TestCli
     assert (found[LAYER, "wgrad"]["nonfinite_samples"], found[LAYER, "wgrad"]["samples"]) == (1, 6)
 
 
+@BOTH
+def test_what_coverage_calls_not_observed_makes_the_run_not_ready(client: TestClient, post: Any) -> None:
+    seen = {"name": LAYER, "shape": [8, 8], "status": "observed", "reason": ""}
+    compiled = {"name": "qkv", "shape": [8, 8], "status": "not observed", "reason": "compiled: by function"}
+    for step in range(5):
+        post(step, groups=2, coverage=[seen])
+    assert report(client)["summary"]["verdict"] == "ready"
+    post(5, groups=2, coverage=[seen, compiled])
+    summary = report(client)["summary"]
+    assert (summary["verdict"], summary["sentence"]) == (
+        "not_ready",
+        "not ready: 1 weight matrix was not observed: qkv",
+    )
+    assert summary["unobserved"] == [{"name": "qkv", "reason": "compiled: by function"}]
+    # What another group observes is observed.
+    post(5, group="1", groups=2, coverage=[{**seen, "name": "qkv"}])
+    assert report(client)["summary"]["unobserved"] == []
+
+
+def test_an_ended_run_is_not_told_to_run_on(client: TestClient, post: Any) -> None:
+    for step in range(3):
+        post(step)
+    assert report(client)["summary"]["sentence"].endswith("let it run on")
+    assert client.patch(URL, json={"ended": True}).status_code == 200
+    assert report(client)["summary"]["sentence"] == (
+        "not ready: 24 of 24 GEMMs are not known; the run has ended, and they lack up to 1 sample; "
+        "attach(recompute=N) recomputes more weight gradients a sample"
+    )
+
+
 def test_a_slot_is_judged_as_it_was_sent_last(client: TestClient, post: Any) -> None:
     for step in range(8):
         coarse = {(LAYER, "fprop"): {"fmt": "e5m2"}} if step >= 4 else {}
