@@ -38,6 +38,9 @@ _NO_GEMM = ("no GEMM",)
 """In the reasons of coverage: a look-up has nothing to do with FP8."""
 _NO_FP8 = ("excluded by filter", "convolution")
 """What the user leaves out, and what has no FP8 form."""
+_USED_BY = "no product with it was recognised: used by "
+_ELEMENTWISE = frozenset({"add", "add_", "sub", "mul", "mul_", "div", "rms_norm", "layer_norm"})
+"""A table of positions, a gain: added and multiplied element by element, and never a GEMM's operand as it stands."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,10 +172,13 @@ def unseen(coverage: Iterable[Mapping[str, Any]]) -> tuple[tuple[Unseen, ...], t
         reason = str(row["reason"])
         if row["status"] != NOT_OBSERVED or any(words in reason for words in _NO_GEMM):
             continue
-        (left_out if reason.startswith(_NO_FP8) else needed).append(
-            Unseen(name=str(row["name"]), reason=reason)
-        )
+        found = Unseen(name=str(row["name"]), reason=reason)
+        (left_out if reason.startswith(_NO_FP8) or _is_elementwise(reason) else needed).append(found)
     return tuple(needed), tuple(left_out)
+
+
+def _is_elementwise(reason: str) -> bool:
+    return reason.startswith(_USED_BY) and _ELEMENTWISE.issuperset(reason.removeprefix(_USED_BY).split(", "))
 
 
 def _underflows(each: OperandReadings, severity: Literal["watch", "act"]) -> bool:

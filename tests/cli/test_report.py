@@ -118,8 +118,31 @@ def test_a_hostile_name_does_not_steer_the_terminal(ready: Any, cli: Callable[..
     assert {row["layer"] for row in rows} == set(NAMES)
 
 
-def test_what_was_not_observed_is_named_with_its_reason_and_fails(
+def test_what_keeps_a_gemm_in_bf16_beside_its_error_stands_in_its_row(
     ready: Any, cli: Callable[..., Any]
+) -> None:
+    """Where weights and activations vanish together, an error far below its limit explains nothing."""
+    bundle = ready.get("/runs/one-sick-layer/export")["samples"]
+    counts = {"count": 65536, "zeros": 0, "saturated": 0, "nan": 0, "inf": 0, "amax": 4.5}
+    sums = {"sum_sq": 65536.0, "sum_sq_q": 65540.0, "sum_sq_err": 43.3}
+    for sample in bundle:
+        gemm = {"index": 0, "layer": "lin", "gemm": "fprop"}
+        x = {"index": 1, "layer": "lin", "operand": "x", "layout": "row"}
+        w = {"index": 2, "layer": "lin", "operand": "w", "layout": "tile"}
+        sample["slots"] = [gemm, x, w]
+        rows = [{**counts, **sums, "underflow": lost} for lost in (None, 16384, 295)]
+        rows[0] |= {"zeros": None, "saturated": None}
+        sample["columns"] = {name: [row[name] for row in rows] for name in rows[0]}
+    answer = httpx2.post(f"{ready.url}/api/v1/runs/vanishing/samples", json={"samples": bundle})
+    assert answer.status_code == 200, answer.text
+    row = ask(cli, ready, "vanishing").out.splitlines()[2]
+    assert "keep_bf16" in row
+    assert "x and w vanish together" in row
+    assert "| x and w vanish together |" in ask(cli, ready, "vanishing", "--format", "markdown").out
+
+
+def test_what_was_not_observed_is_named_with_its_reason_and_fails(
+    ready: Any, cli: Callable[..., Any], tmp_path: Path
 ) -> None:
     hostile = "raw|\x1b[31m"
     coverage = [
@@ -139,6 +162,9 @@ def test_what_was_not_observed_is_named_with_its_reason_and_fails(
     assert "raw|\\x1b[31m: unknown, not observed: compiled: not seen" in lines
     assert "head: not judged, not observed: excluded by filter" in lines
     assert "tok" not in said.out
+    target = tmp_path / "half.txt"
+    assert ask(cli, ready, "half-seen", "-o", str(target)).code == 0
+    assert target.read_text() == said.out
     summary = ask(cli, ready, "half-seen", "--json").json["summary"]
     assert summary["unobserved"] == [{"name": hostile, "reason": "compiled: not seen"}]
     assert summary["left_out"] == [{"name": "head", "reason": "excluded by filter"}]

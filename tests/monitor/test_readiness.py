@@ -9,7 +9,7 @@ from torch import nn
 
 from fp8_safeguard.hooks.coverage import Coverage, discover
 from fp8_safeguard.hooks.once import OnceLog
-from fp8_safeguard.monitor.readiness import Report, Row, assess, variant_words
+from fp8_safeguard.monitor.readiness import Report, Row, assess
 from fp8_safeguard.monitor.readings import GemmReadings, OperandReadings, unseen, verdict_of
 from fp8_safeguard.monitor.slots import Slot
 
@@ -256,11 +256,6 @@ def test_the_plain_what_if_of_a_flagged_fp8_layer_does_not_replace_its_own_resul
     assert rows(assess([*foreign("b"), backward]))["b", "dgrad"].source == "emulated"
 
 
-def test_bf16_is_no_remedy_for_fp8() -> None:
-    row = only(gemm("a", "fprop", [0.3] * 4), gemm("a", "fprop", [0.002] * 4, variant="bf16", emulated=True))
-    assert (row.best, row.remedy) == (None, None)
-
-
 def test_a_foreign_fp8_layer_is_judged_by_its_real_output() -> None:
     row = rows(assess(foreign("a", output=0.026)))["a", "fprop"]
     assert (row.verdict, row.source) == ("safe", "measured")
@@ -277,109 +272,6 @@ def test_an_own_weight_gradient_with_a_tiny_error_is_not_taken_for_high_precisio
     assert {row.verdict for row in found.values()} == {"safe"}
 
 
-def test_the_best_safe_alternative_is_the_remedy() -> None:
-    bad = gemm("a", "fprop", [0.3] * 4)
-    whatifs = [
-        gemm("a", "fprop", [0.05] * 4, variant="x_e5m2", emulated=True),
-        gemm("a", "fprop", [0.045] * 4, variant="pow2", emulated=True),
-        gemm("a", "fprop", [0.4] * 4, variant="multiplier_2^-4", emulated=True),
-        gemm("a", "dgrad", [0.001] * 4, variant="e5m2", emulated=True),
-    ]
-    row = rows(assess([bad, *whatifs]))["a", "fprop"]
-    assert row.verdict == "keep_bf16"
-    # Half of E5M2's own level: better than 0.045 of E4M3's.
-    assert row.best is not None
-    assert (row.best.variant, row.best.error_median, row.best.threshold) == ("x_e5m2", 0.05, 0.1)
-    assert row.remedy == "safe with e5m2 for x"
-
-
-def test_without_a_safe_alternative_the_best_is_shown_and_no_remedy() -> None:
-    whatifs = [
-        gemm("a", "fprop", [error] * 4, variant=name) for name, error in (("pow2", 0.7), ("e5m2", 0.4))
-    ]
-    row = only(gemm("a", "fprop", [0.74] * 4), *whatifs)
-    assert row.best is not None
-    assert (row.best.variant, row.remedy) == ("e5m2", None)
-
-
-def test_a_safe_gemm_needs_no_alternative() -> None:
-    row = only(gemm("a", "fprop", [0.024] * 4), gemm("a", "fprop", [0.02] * 4, variant="pow2"))
-    assert (row.best, row.remedy) == (None, None)
-
-
-def test_an_alternative_of_too_few_samples_is_no_remedy() -> None:
-    row = only(gemm("a", "fprop", [0.3] * 4), gemm("a", "fprop", [0.02] * 2, variant="pow2"))
-    assert row.best is not None
-    assert (row.best.verdict, row.best.samples, row.remedy) == ("unknown", 2, None)
-
-
-@pytest.mark.parametrize(("error", "best"), [(0.0547, "x_e5m2"), (0.0549, None), (0.0647, None)])
-def test_what_has_no_less_error_than_plain_fp8_is_no_remedy(error: float, best: str | None) -> None:
-    """E5M2's limit is double: 6.47 % is safe there and still worse than 5.48 % that is not safe in E4M3."""
-    row = only(gemm("a", "fprop", [0.0548] * 4), gemm("a", "fprop", [error] * 4, variant="x_e5m2"))
-    assert row.verdict == "keep_bf16"
-    assert (row.best.variant if row.best else None) == best
-    assert row.remedy == ("safe with e5m2 for x" if best else None)
-
-
-def test_a_what_if_is_compared_in_the_samples_that_have_it() -> None:
-    """What-ifs come with a flag; the healthy samples before it say nothing against them."""
-    late = GemmReadings(
-        slot=Slot("a", gemm="fprop", variant="x_e5m2"),
-        steps=np.array([80, 90, 100, 110]),
-        errors=np.full(4, 0.06),
-    )
-    row = only(gemm("a", "fprop", [0.024] * 8 + [0.3] * 4), late)
-    assert (row.error_median, row.remedy) == (0.024, "safe with e5m2 for x")
-    early = GemmReadings(slot=late.slot, steps=np.array([0, 10, 20, 30]), errors=np.full(4, 0.06))
-    assert only(gemm("a", "fprop", [0.024] * 8 + [0.3] * 4), early).best is None
-
-
-def test_a_row_to_watch_gets_no_remedy_that_is_worse() -> None:
-    plain = gemm("a", "fprop", [0.03] * 7 + [0.051])
-    worse = gemm("a", "fprop", [0.06] * 8, variant="e5m2")
-    better = gemm("a", "fprop", [0.02] * 8, variant="mx32")
-    assert (only(plain, worse).verdict, only(plain, worse).best) == ("watch", None)
-    assert only(plain, worse, better).remedy == "safe with MXFP8 blocks of 32"
-    # No other way of quantising takes a NaN away.
-    assert only(gemm("a", "fprop", [0.03] * 8, nonfinite=2), better).best is None
-
-
-@pytest.mark.parametrize(
-    ("gemm_name", "variant", "helps"),
-    [
-        ("fprop", "x_e5m2", True),
-        ("fprop", "e5m2", True),
-        ("dgrad", "dy_e5m2", False),
-        ("dgrad", "w_e5m2", True),
-    ],
-)
-def test_a_remedy_changes_an_operand_that_vanishes(gemm_name: str, variant: str, helps: bool) -> None:
-    lost = [
-        operand("a", "x", "row", underflow=0.25, sure_underflow=0.25, underflow_step=1),
-        operand("a", "w", "tile", underflow=0.0045, sure_underflow=0.0045, underflow_step=1),
-    ]
-    readings = [*own_layer("a"), gemm("a", gemm_name, [0.02] * 8, variant=variant)]
-    row = rows(assess(readings, lost))["a", gemm_name]
-    assert (row.verdict, row.cause) == ("keep_bf16", "x and w vanish together")
-    assert row.reason == "25 % of x and 0.45 % of w vanish together"
-    assert (row.remedy is not None) is helps
-
-
-@pytest.mark.parametrize(("variant", "helps"), [("dy_e5m2", True), ("w_e5m2", False), ("mx32", True)])
-def test_a_remedy_of_flushed_rows_changes_the_gradient(variant: str, helps: bool) -> None:
-    flushed = [operand("a", "dy", "row", underflow=0.0, rows_flushed=0.6, rows_flushed_step=7)]
-    plain, other = gemm("a", "dgrad", [0.2] * 8), gemm("a", "dgrad", [0.03] * 8, variant=variant)
-    row = only(plain, other, operands=flushed)
-    assert row.cause == "rows of dy flushed"
-    # Neither reason hides the other.
-    assert row.reason == (
-        "error 20 % at step 0: beyond 15 % one sample is enough; 60 % of the rows of dy row flushed at step 7"
-    )
-    assert (row.best is not None) is helps
-    assert only(plain, other).cause == ""
-
-
 def not_observed(name: str, reason: str) -> dict[str, Any]:
     return {"name": name, "shape": [8, 8], "status": "not observed", "reason": reason}
 
@@ -393,6 +285,7 @@ def test_a_model_that_was_observed_in_part_is_not_ready() -> None:
         not_observed("tok", "embedding: a look-up, no GEMM"),
         not_observed("head", "excluded by filter"),
         not_observed("stem", "convolution: not supported"),
+        not_observed("positions", "no product with it was recognised: used by add"),
         {"name": "a", "shape": [8, 8], "status": "observed", "reason": ""},
     ]
     summary = assess(own_layer("a"), coverage=coverage).summary
@@ -401,8 +294,10 @@ def test_a_model_that_was_observed_in_part_is_not_ready() -> None:
         "not ready: 5 weight matrices were not observed: blocks.0.qkv, blocks.1.qkv, blocks.2.qkv and 2 more"
     )
     assert {each.reason for each in summary.unobserved} == {COMPILED}
-    assert [each.name for each in summary.left_out] == ["head", "stem"]
+    assert [each.name for each in summary.left_out] == ["head", "stem", "positions"]
     assert assess(own_layer("a"), coverage=coverage[5:]).summary.verdict == "ready"
+    merged = not_observed("w", "no product with it was recognised: used by add, cat")
+    assert assess(own_layer("a"), coverage=[merged]).summary.verdict == "not_ready"
     assert assess([], coverage=coverage[:1]).summary.sentence == (
         "not ready: no GEMM was measured in these steps; 1 weight matrix was not observed: blocks.0.qkv"
     )
@@ -439,23 +334,6 @@ def test_the_reasons_of_a_real_model_are_told_apart() -> None:
 )
 def test_what_an_unknown_gemm_lacks(name: str, ended: bool, words: str) -> None:
     assert assess([gemm("a", name, [0.028])], ended=ended).summary.sentence == words
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("e5m2", "e5m2"),
-        ("dy_e5m2", "e5m2 for dy"),
-        ("pow2", "power-of-two scales"),
-        ("x_tile128", "128x128 blocks for x"),
-        ("multiplier_2^-4", "multiplier 2^-4"),
-        ("dy_multiplier_2^-20", "multiplier 2^-20 for dy"),
-        ("mx32", "MXFP8 blocks of 32"),
-        ("something new", "something new"),
-    ],
-)
-def test_alternatives_in_words(name: str, words: str) -> None:
-    assert variant_words(name) == words
 
 
 @pytest.mark.parametrize(
