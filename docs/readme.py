@@ -41,14 +41,16 @@ def tree() -> Iterator[str]:
 
 
 def figures() -> Iterator[str]:
-    """A Markdown table of everything in benchmarks/results/."""
+    """A Markdown table of the figures in benchmarks/results/ that have a goal, or a control of their own; the files have all."""
     yield "| Benchmark | Case | Result | Interval | Goal | Control (A against A) |"
     yield "|---|---|---|---|---|---|"
     for path in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
         report = json.loads(path.read_text())
-        control = report["control"]
-        noise = f"{control['ratio']:.3f} [{control['low']:.3f}, {control['high']:.3f}]"
         for row in report["rows"]:
+            if row["goal"] is None and "control" not in row:
+                continue
+            control = report["controls"][row["control"]] if "control" in row else report["control"]
+            noise = f"{control['ratio']:.3f} [{control['low']:.3f}, {control['high']:.3f}]"
             figure = (
                 f"{row['ratio']:.3f}x" if row["ratio"] is not None else f"{row['value']:.4g} {row['unit']}"
             )

@@ -8,7 +8,9 @@ from pathlib import Path
 from fp8_safeguard.hooks.whatif import VARIANTS
 
 PAGE = Path(__file__).parent / "hooks.md"
-BLOCK = re.compile(r"(<!-- variants: written by docs/variants\.py -->\n).*?(<!-- variants: end -->)", re.DOTALL)
+BLOCK = re.compile(
+    r"(<!-- variants: written by docs/variants\.py -->\n).*?(<!-- variants: end -->)", re.DOTALL
+)
 
 
 def page(text: str) -> str:

@@ -47,7 +47,9 @@ class Phase:
         self.control = {"ratio": found.ratio, "low": found.low, "high": found.high}
         rows = []
         for arm in self.arms:
-            row = _times(arm, turns[arm.name], base) | {"baseline": plain.name, "cycles": self.rounds}
+            row = _times(arm, turns[arm.name], base) | {
+                "baseline": plain.name, "control": self.name, "cycles": self.rounds
+            }  # fmt: skip
             row |= _looked_at(arm, tallies[arm.name], row["extra_ms_per_step"])
             row |= _accounts(arm, turns[arm.name], counted[arm.name])
             rows.append(row | _reached(row, self.control))
