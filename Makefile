@@ -40,10 +40,11 @@ test-kernels: setup  ## Run the Triton kernels' suites: interpreter, then compil
 test-triton36: setup  ## Compile the Triton kernels with Triton 3.6 too, in an environment of its own (four minutes)
 	$(BIN)/python tests/compile/other_triton.py 3.6.0
 
-# Not dependencies of the project: constraints.txt has their versions.
+# Not dependencies of the project: constraints.txt has their versions. A process of its own counts what is alive in it.
 test-slow: setup  ## Run the hooks on real frameworks, on two processes, for ten thousand steps (about four minutes)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt transformers peft torchao accelerate
-	FP8_SAFEGUARD_SLOW=1 $(BIN)/python -m pytest -q tests/frameworks tests/slow
+	FP8_SAFEGUARD_SLOW=1 $(BIN)/python -m pytest -q tests/frameworks
+	FP8_SAFEGUARD_SLOW=1 $(BIN)/python -m pytest -q tests/slow
 
 test-all: test test-kernels test-slow  ## Run all tests, the slower suites too
 
