@@ -7,7 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+from torch import nn
+
 from fp8_safeguard import hooks
+from fp8_safeguard.kernels import Fp8GroupedLinear, Fp8Linear
 from fp8_safeguard.monitor.plan import Plan
 from fp8_safeguard.trainer.attempts import Attempt
 from fp8_safeguard.trainer.config import TrainConfig
@@ -17,6 +20,11 @@ logger = logging.getLogger("fp8_safeguard")
 
 TRAINER = "trainer"
 """The layer name of scalars about the training loop itself."""
+
+
+def _runs_in_fp8(module: nn.Module, name: str) -> bool:
+    """Embedding, head and routers are float32 by design: what FP8 would do to them is no question here."""
+    return isinstance(module, Fp8Linear | Fp8GroupedLinear)
 
 
 class Monitoring:
@@ -38,6 +46,7 @@ class Monitoring:
                 every=config.every,
                 mode=config.mode,
                 thresholds=config.thresholds,
+                filter=_runs_in_fp8,
             )
 
     def begin(self, step: int, attempt: Attempt, saved: dict[str, Any] | None) -> None:

@@ -78,7 +78,7 @@ def test_without_shadow_mode_the_forward_gemms_are_unknown(
     train(service.url, "unshadowed", tmp_path, shadow=False)
     said = cli("report", "unshadowed", "--server", service.url, "--exit-code")
     assert said.code == 1
-    assert "8 of 23 GEMMs are not known yet; run it with attach(..., shadow=True)" in said.out
+    assert "8 of 23 GEMMs are not known; run it with attach(..., shadow=True)" in said.out
 
 
 def test_the_layer_that_fp8_cannot_do_is_named_with_its_remedy(

@@ -86,7 +86,11 @@ def test_without_a_server_nothing_is_attached(
 def test_a_server_attaches_every_step_in_enforce_mode(
     make_trainer: MakeTrainer, guards: list[RecordingGuard]
 ) -> None:
-    make_trainer(server=URL, token="t", run="r1")
+    trainer = make_trainer(server=URL, token="t", run="r1")
+    observed = guards[0].options.pop("filter")
+    kept = [name for name, module in trainer.model.named_modules() if observed(module, name)]
+    assert "blocks.0.attention.qkv" in kept
+    assert not any(name.endswith("router") or name in ("", "embedding") for name in kept)
     assert guards[0].options == {
         "server": URL,
         "token": "t",
