@@ -9,9 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypedDict
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from fp8_safeguard.hooks import grouped, recompute, whatif
@@ -164,22 +162,6 @@ def wgrad(
         )
 
     experts.judge(error, variants, how)
-
-
-def row_standard_error(sum_sq_T: NDArray[np.float64], sum_sq_err_T: NDArray[np.float64]) -> float:
-    """Relative standard error of the relative error that 64 of T rows give; from the two sums of each row.
-
-    The estimate is E = sqrt(sum e / sum s) over the sampled rows, e and s a row's sum_sq_err and sum_sq. Every row is
-    equally likely, so both sums are unbiased, and E^2 is a ratio estimate: with d = e - E^2 s and R of T rows its
-    relative variance is (1 - R/T)/R x mean(d^2)/mean(e)^2, its bias of order 1/R (Cochran, Sampling Techniques, third
-    edition 1977, sections 6.4 and 6.8), and that of E a quarter of it. One row from each stratum can only lower it
-    (theorem 5.8). Rows that are alike give 1 to 2 %; where 1 % of the rows hold most of the error it is half of E, which is
-    then far beyond every threshold.
-    """
-    rows, squared = len(sum_sq_T), sum_sq_err_T.sum() / sum_sq_T.sum()
-    sampled = min(rows, SAMPLED_ROWS)
-    residual = (sum_sq_err_T - squared * sum_sq_T) / sum_sq_err_T.mean()
-    return 0.5 * float(np.sqrt((1.0 - sampled / rows) / sampled * np.square(residual).mean()))
 
 
 def keeps_x(session: Session, layer: ObservedLayer) -> bool:

@@ -49,7 +49,10 @@ class Block(nn.Module):
 
 
 class Trainer:
-    """A small GPT, its optimizer and one batch."""
+    """A small GPT, its optimizer and a new batch of tokens each step.
+
+    One batch would be learned by heart: gradients die away, and the layers are in breach as those of a run are not.
+    """
 
     def __init__(self, dtype: str, size: Size = PLAIN) -> None:
         torch.manual_seed(0)
@@ -59,14 +62,16 @@ class Trainer:
             nn.Linear(size.width, size.vocabulary),
         )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-4)
-        self.tokens_BT = torch.randint(size.vocabulary, (size.batch, size.tokens + 1))
+        self.size, self.draws = size, torch.Generator().manual_seed(0)
         self.bf16 = dtype == "bf16"
 
     def gradients(self) -> None:
         """Forward and backward."""
+        shape = self.size.batch, self.size.tokens + 1
+        tokens_BT = torch.randint(self.size.vocabulary, shape, generator=self.draws)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.bf16):
-            logits_BTV = self.model(self.tokens_BT[:, :-1])
-        cross_entropy(logits_BTV.float().flatten(0, 1), self.tokens_BT[:, 1:].flatten()).backward()
+            logits_BTV = self.model(tokens_BT[:, :-1])
+        cross_entropy(logits_BTV.float().flatten(0, 1), tokens_BT[:, 1:].flatten()).backward()
 
     def update(self) -> None:
         """What the optimizer does."""
