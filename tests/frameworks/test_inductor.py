@@ -18,19 +18,11 @@ from fp8_safeguard.kernels import Fp8Linear
 from fp8_safeguard.monitor.wire import columns_for, parse_sample
 
 WIDTH = 32
-# What Inductor itself warns of when it is imported, and what the compiler does to functions of autograd.
 pytestmark = [
+    pytest.mark.usefixtures("fresh_compiler"),
+    # What Inductor itself warns of when it is imported.
     pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.fixture

@@ -327,22 +327,3 @@ def both(watch: Callable[..., Guard]) -> Callable[..., Guard]:
         return guard
 
     return run
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What the compiler does itself: it instantiates a function of autograd and asks an inner tensor for its .grad."""
-    for item in items:
-        if "fresh_compiler" in getattr(item, "fixturenames", ()):
-            for warning in (
-                "ignore:.*should not be instantiated:DeprecationWarning",
-                "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",
-            ):
-                item.add_marker(pytest.mark.filterwarnings(warning))
-
-
-@pytest.fixture
-def fresh_compiler() -> Iterator[None]:
-    """No graph of another test's, and none left for the next."""
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
