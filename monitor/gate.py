@@ -1,11 +1,12 @@
 """Lets candidates become decisions: dwell, pins, plan, proposals, budget and mode."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fp8_safeguard.monitor.alerts import Evidence
 from fp8_safeguard.monitor.budget import fallbacks, fits
+from fp8_safeguard.monitor.diagnosis import Diagnosis
 from fp8_safeguard.monitor.plan import Decision, Plan, Target, json_ready
 from fp8_safeguard.monitor.remedies import Candidate, percent, signals
 from fp8_safeguard.monitor.signals import Breach
@@ -77,6 +78,7 @@ class Gate:
     step: int
     plan_version: int
     evidence: Mapping[str, Evidence]
+    causes: Sequence[Diagnosis] = ()
     plan: Plan = field(init=False)
     changes: dict[str, Change] = field(init=False)
     proposals: dict[str, Proposal] = field(init=False)
@@ -207,6 +209,9 @@ class Gate:
         shown = signals(candidate.breaches, self.evidence, self.step)
         first = min((signal["first_step"] for signal in shown), default=self.step)
         evidence = {"signals": shown, "first_step": first, "plan_version": self.plan_version, **extra}
+        cause = next((cause for cause in self.causes if cause.layer == candidate.layer), None)
+        if cause is not None:
+            evidence["cause"] = cause.to_wire()
         decision = Decision(
             id=f"{self.config.run}-{self.state.decisions_made + len(self.decisions) + 1}",
             run=self.config.run,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fp8_safeguard.monitor.alerts import Evidence
+from fp8_safeguard.monitor.diagnosis import RUN, Diagnosis
 from fp8_safeguard.monitor.nonfinite import Origin, place_of, way_out
 from fp8_safeguard.monitor.plan import Target
 from fp8_safeguard.monitor.signals import Breach
@@ -157,6 +158,24 @@ def nonfinite_candidates(origin: Origin) -> list[Candidate]:
     return [
         Candidate(target=Target(gemm=gemm), action="bf16_fallback", priority=0, because=because, **common)
         for gemm in origin.gemms
+    ]
+
+
+def advice_candidates(causes: Iterable[Diagnosis]) -> list[Candidate]:
+    """Advice on causes that no precision helps against."""
+    return [
+        Candidate(
+            layer=cause.layer or RUN,
+            target=Target(),
+            action="advice",
+            value=cause.value,
+            rule=cause.cause,
+            breaches=(),
+            priority=0,
+            because=cause.summary if cause.advice is None else f"{cause.summary}; {cause.advice}",
+        )
+        for cause in causes
+        if cause.kind != "fp8"
     ]
 
 

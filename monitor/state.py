@@ -9,6 +9,7 @@ from fp8_safeguard.monitor.budget import Costs
 from fp8_safeguard.monitor.history import History
 from fp8_safeguard.monitor.numbers import decode_number, encode_number
 from fp8_safeguard.monitor.plan import Plan, Target
+from fp8_safeguard.monitor.trends import Trends
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,9 @@ class PolicyState:
     losses: tuple[float, ...] = ()
     """The recent losses that were no jump, the oldest first."""
     decisions_made: int = 0
+    trends: Trends = field(default_factory=Trends)
+    grades: Mapping[str, str] = field(default_factory=dict)
+    """Outcomes of earlier decisions that the latest step told, by decision id."""
 
     def to_dict(self) -> dict[str, Any]:
         """JSON object; `from_dict` gives an equal state."""
@@ -82,6 +86,8 @@ class PolicyState:
             "loss_scale": encode_number(self.loss_scale),
             "losses": list(self.losses),
             "decisions_made": self.decisions_made,
+            "trends": self.trends.to_dict(),
+            "grades": dict(self.grades),
         }
 
     @classmethod
@@ -101,6 +107,8 @@ class PolicyState:
             loss_scale=decode_number(stored["loss_scale"]),
             losses=tuple(stored.get("losses", ())),
             decisions_made=stored["decisions_made"],
+            trends=Trends.from_dict(stored.get("trends", {})),
+            grades=dict(stored.get("grades", {})),
         )
 
 

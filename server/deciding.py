@@ -9,8 +9,9 @@ from sqlalchemy import Connection, Row, func, select
 
 from fp8_safeguard.monitor.columns import merge_tables
 from fp8_safeguard.monitor.numbers import decode_number
+from fp8_safeguard.monitor.observation import StepObservation, scalars_of
 from fp8_safeguard.monitor.plan import Plan
-from fp8_safeguard.monitor.policy import PolicyConfig, PolicyState, StepObservation, decide
+from fp8_safeguard.monitor.policy import PolicyConfig, PolicyState, decide
 from fp8_safeguard.monitor.wire import Sample
 from fp8_safeguard.server import alertlog, audit, slotlists
 from fp8_safeguard.server.auditview import alert_items
@@ -129,7 +130,7 @@ def observation_of(conn: Connection, run: Row[Any], attempt_id: int, step: int) 
     rows = conn.execute(query.order_by(samples.c.group, samples.c.part)).all()
     parts = []
     values: dict[str, float] = {}
-    versions = []
+    versions, notes, ranks = [], [], []
     for row in rows:
         slots = slotlists.load(conn, row.slot_list_id)
         if slots:
@@ -139,7 +140,10 @@ def observation_of(conn: Connection, run: Row[Any], attempt_id: int, step: int) 
             if number is not None:
                 # The largest, and NaN before all: no group's trouble is hidden.
                 values[name] = float(np.maximum(values.get(name, number), number))
-        versions.append(json.loads(row.header)["plan_version"])
+        header = json.loads(row.header)
+        versions.append(header["plan_version"])
+        notes += json.loads(row.scalars)
+        ranks += header.get("ranks", ())
     slots, table = merge_tables(parts)
     held = slotlists.of_run(conn, run.id)
     order = slotlists.index_of(held)
@@ -150,6 +154,8 @@ def observation_of(conn: Connection, run: Row[Any], attempt_id: int, step: int) 
         run=values,
         plan_version=min(versions),
         indices=tuple(order[slot.key] for slot in slots),
+        scalars=scalars_of(notes),
+        ranks=tuple(ranks),
     )
 
 
