@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from fp8_safeguard.kernels.choices import fast_precision, gemm_choice, use_results
+from fp8_safeguard.kernels.delayed import DelayedScaling, merge_amax
 from fp8_safeguard.kernels.dispatch import backend, gemm_backend_of, use_gemm_backend
 from fp8_safeguard.kernels.errors import KernelError, OffsetsError, OperandError, UnknownOptionError
 from fp8_safeguard.kernels.gemm import fp8_gemm_nt
@@ -12,7 +13,7 @@ from fp8_safeguard.kernels.layers import Fp8GroupedLinear, Fp8Linear
 from fp8_safeguard.kernels.layouts import Layouts, quantize_layouts, reblock
 from fp8_safeguard.kernels.linear import fp8_grouped_linear, fp8_linear
 from fp8_safeguard.kernels.observer import GemmObserver
-from fp8_safeguard.kernels.precision import LinearPrecision, OperandFormat
+from fp8_safeguard.kernels.precision import LinearPrecision, OperandFormat, ScaledFormat
 from fp8_safeguard.kernels.quantize import quantize
 from fp8_safeguard.kernels.quantized import QuantizedTensor
 from fp8_safeguard.kernels.round_trip import round_trip
@@ -41,6 +42,7 @@ _ON_FIRST_USE = {
 """Public names and the modules that have them."""
 
 __all__ = [
+    "DelayedScaling",
     "FastMoEFunction",
     "Fp8GroupedLinear",
     "Fp8Linear",
@@ -55,6 +57,7 @@ __all__ = [
     "OperandFormat",
     "QKNorm",
     "QuantizedTensor",
+    "ScaledFormat",
     "UnknownOptionError",
     "backend",
     "fast_moe",
@@ -69,6 +72,7 @@ __all__ = [
     "grouped_gemm_wgrad",
     "layout_stats",
     "logfmt8_encode",
+    "merge_amax",
     "mx_round_trip",
     "mx_stats",
     "quantize",

@@ -43,7 +43,9 @@ def forward(x_TK: Tensor, w: Tensor, call: LinearCall) -> tuple[Tensor, Kept]:
         return _multiply_bf16(x_TK, w.mT, call).to(x_TK.dtype), Kept(x=x_col)
     assert x_row is not None
     w_tile = _tiles(w, precision.w)
-    y_TN = _multiply(x_row, w_tile, call, x_TK.dtype)
+    y_TN = _multiply(
+        call.tampered("fprop", "x", x_row), call.tampered("fprop", "w", w_tile), call, x_TK.dtype
+    )
     return y_TN, Kept(x=x_col, w=w_tile if call.keeps_w() else None)
 
 
@@ -58,12 +60,17 @@ def backward(
     dx_TK = dw = None
     if dy_row is not None:
         w_tile = kept.w if isinstance(kept.w, QuantizedTensor) else _tiles(w, precision.w)
-        dx_TK = _multiply(dy_row, _transposed(w_tile, dy_TN.shape[0]), call, dtype)
+        dy, turned_w = (
+            call.tampered("dgrad", "dy", dy_row),
+            _transposed(call.tampered("dgrad", "w", w_tile), dy_TN.shape[0]),
+        )
+        dx_TK = _multiply(dy, turned_w, call, dtype)
     elif call.needs_dx:
         dx_TK = _multiply_bf16(dy_TN, w, call).to(dtype)
     if dy_col is not None:
         assert isinstance(kept.x, QuantizedTensor)
-        dw = _wgrad(dy_col, kept.x, call, w.dtype)
+        dy, x = call.tampered("wgrad", "dy", dy_col), call.tampered("wgrad", "x", kept.x)
+        dw = _wgrad(dy, x, call, w.dtype)
     elif call.needs_dw:
         assert x_TK is not None
         dw = _wgrad_bf16(dy_TN, x_TK, call).to(w.dtype)

@@ -187,8 +187,8 @@ class _Call:
             x.stride(0),
             self._firsts.buffer_info()[0],
             len(bounds) - 1,
-            *_grid(code_format, scale, multiplier),
-            _EDGES.buffer_info()[0],
+            *grid(code_format, scale, multiplier),
+            edges_address(),
             rows * columns <= WIDE_SUMS_ELEMENTS,
             output,
         )
@@ -236,7 +236,12 @@ class _Call:
 _EDGES = array("d", SQNR_RATIO_EDGES)
 
 
+def edges_address() -> int:
+    """Where the inner edges of the SQNR histogram begin."""
+    return _EDGES.buffer_info()[0]
+
+
 @lru_cache(maxsize=256)
-def _grid(code_format: CodeFormat, scale: str, multiplier: float) -> tuple[float, ...]:
+def grid(code_format: CodeFormat, scale: str, multiplier: float) -> tuple[float, ...]:
     """`struct Grid` of cpp/job.h."""
     return tuple(map(float, grid_of(code_format, scale, multiplier)))

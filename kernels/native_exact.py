@@ -53,7 +53,7 @@ def rows_of_product(a_RS: Tensor, b_SC: Tensor, places: Tensor | None = None) ->
     is all below 2^-60 or beyond 2^60. a may have any strides; `places` is int64 [R] on the CPU.
     """
     loaded, (b_stride, b_step) = _library(), b_SC.stride()
-    if loaded is None or native_gemm.level() < TILE_LEVEL or not (_is_read(a_RS) and _is_read(b_SC)):
+    if loaded is None or native_gemm.level() < TILE_LEVEL or not (is_read(a_RS) and is_read(b_SC)):
         return None
     turned = b_step != 1
     if turned and b_stride != 1:
@@ -88,12 +88,12 @@ def compare_rows(
     bias float32.
     """
     loaded = _library()
-    if loaded is None or exact_RC.dtype != torch.float32 or not _is_read(exact_RC) or not _is_read(actual_RC):
+    if loaded is None or exact_RC.dtype != torch.float32 or not is_read(exact_RC) or not is_read(actual_RC):
         return None
     if not (_is_dense(exact_RC) and _is_dense(actual_RC)):
         return None
     if bias_C is not None and not (
-        bias_C.dtype == torch.float32 and _is_read(bias_C) and bias_C.is_contiguous()
+        bias_C.dtype == torch.float32 and is_read(bias_C) and bias_C.is_contiguous()
     ):
         return None
     places = _listed(places)
@@ -122,7 +122,7 @@ def _listed(places: Tensor | None) -> Tensor | None:
     return places.contiguous()
 
 
-def _is_read(x: Tensor) -> bool:
+def is_read(x: Tensor) -> bool:
     """Whether the library can read this matrix or vector where it lies."""
     if not x.is_cpu or x.dtype not in DTYPES or x.is_neg():
         return False

@@ -18,6 +18,7 @@ from fp8_safeguard.kernels.codes import BLOCK, get_format
 from fp8_safeguard.kernels.compiled import bit_pattern, grid_of
 from fp8_safeguard.kernels.lazy import compiled_module
 from fp8_safeguard.kernels.precision import OperandFormat
+from fp8_safeguard.kernels.quantized import QuantizedTensor
 
 
 def available() -> bool:
@@ -35,6 +36,8 @@ class Weight:
     """float32 [E,Kb,Np]: scales by block of K and output feature."""
     scale_EnK: Tensor
     """float32 [E,Nb,Kp]: scales by block of N and input feature."""
+    fmt: str = "e4m3"
+    """Format of the codes."""
 
 
 def weight(w_ENK: Tensor, operand: OperandFormat) -> Weight:
@@ -50,7 +53,14 @@ def weight(w_ENK: Tensor, operand: OperandFormat) -> Weight:
     )
     arrays = codes.numpy(), scale_EkN.numpy(), scale_EnK.numpy()
     _operands().codes_of_tiles(bits, shift, rows, _grid(operand), *arrays)
-    return Weight(codes, scale_EkN, scale_EnK)
+    return Weight(codes, scale_EkN, scale_EnK, operand.fmt)
+
+
+def codes_of(w: Weight, rows: int, columns: int) -> QuantizedTensor:
+    """The same [E, rows, columns] as FP8 codes and scales: each code is exact in bfloat16, so nothing is rounded."""
+    values = w.codes_ENK.view(torch.bfloat16)[:, :rows, :columns].float()
+    scale = w.scale_EkN[:, :, :rows:BLOCK].mT.contiguous()
+    return QuantizedTensor(values.to(get_format(w.fmt).dtype), scale, "tile", w.fmt)
 
 
 def fprop(

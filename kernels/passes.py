@@ -7,13 +7,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from fp8_safeguard.kernels import tiles
+from fp8_safeguard.kernels.delayed import DelayedScaling
 from fp8_safeguard.kernels.dispatch import DEVICE_BACKENDS
+from fp8_safeguard.kernels.errors import KernelError
 from fp8_safeguard.kernels.grouped import (
     grouped_mm,
     grouped_mm_bf16,
@@ -27,6 +30,9 @@ from fp8_safeguard.kernels.precision import LinearPrecision
 from fp8_safeguard.kernels.quantized import QuantizedTensor
 from fp8_safeguard.kernels.round_trip import round_trip
 from fp8_safeguard.kernels.tiles import TiledWeight
+
+Tamper = Callable[[str, str, QuantizedTensor], QuantizedTensor]
+"""(gemm, operand, its codes and scales) to what is multiplied in their place: a fault to inject."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +51,38 @@ class LinearCall:
     """What every offset is a multiple of."""
     needs_dx: bool = True
     needs_dw: bool = True
+    scaling: DelayedScaling | None = None
+    """What the layer remembers of its operands, if a scale for a whole one is wanted."""
+    records: bool = False
+    """Whether x and w of this use count in its histories."""
+    records_dy: bool = False
+    """Whether dy does."""
+    tamper: Tamper | None = None
+    """Called with each operand just before its product."""
+
+    @property
+    def coded(self) -> bool:
+        """Whether operands are to be made as codes before they are multiplied."""
+        return self.tamper is not None or not self.precision.is_plain
+
+    def tampered(self, gemm: str, operand: str, codes: QuantizedTensor) -> QuantizedTensor:
+        """What is multiplied in the place of an operand."""
+        return codes if self.tamper is None else self.tamper(gemm, operand, codes)
+
+    def begin(self, x_TK: Tensor, w: Tensor) -> LinearPrecision:
+        """The precision of this use: with the scales of x and w, and that of dy where it does not depend on dy."""
+        precision, scaling = self.precision, self.memory
+        if precision.is_plain:
+            return precision
+        x, w_format, dy = (scaling.known(name, getattr(precision, name)) for name in ("x", "w", "dy"))
+        x = scaling.used("x", x_TK, x, records=self.records)
+        w_format = scaling.used("w", w, w_format, records=self.records)
+        return replace(precision, x=x, w=w_format, dy=dy)
+
+    @property
+    def memory(self) -> DelayedScaling:
+        """The layer's, or an empty one for operands that need none."""
+        return DelayedScaling() if self.scaling is None else self.scaling
 
     def watcher(self) -> GemmObserver | None:
         """The observer, if it wants to see this pass."""
@@ -75,6 +113,8 @@ class Kept:
     """x in columns, on a device, in the place of x itself."""
     w: QuantizedTensor | TiledWeight | Tensor | None = None
     """The weight as fprop used it."""
+    precision: LinearPrecision | None = None
+    """The precision with the scales of that use; None where blocks have all the scales."""
 
     def codes(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
         """Codes and scales of x and of w, for autograd to save; None where they are not kept or not quantised."""
@@ -103,11 +143,15 @@ class Kept:
 def forward(x_TK: Tensor, w: Tensor, bias: Tensor | None, call: LinearCall) -> tuple[Tensor, Kept, bool]:
     """Y = X W^T + bias in x's dtype, what the backward can use, and whether the observer saw the pass."""
     if call.on_device():
+        _require_blocks(call)
         y_TN, kept = compiled_module("cuda").forward(x_TK, w, call)
+    elif call.coded:
+        y_TN, kept = _coded_fprop(x_TK, w, call)
     else:
         y_TN, kept = _fprop(x_TK, w, call)
     watcher = call.watcher()
     if watcher is not None:
+        _show(call, kept.precision)
         watcher.fprop(x_TK, w, y_TN, call.offsets)
     y_TN = y_TN if bias is None else (y_TN + bias).to(x_TK.dtype)
     return y_TN, kept, watcher is not None
@@ -118,14 +162,22 @@ def backward(
 ) -> tuple[Tensor | None, Tensor | None]:
     """dX in dtype and dW in w's dtype, those that are needed. Without x the observer is not told."""
     dx_TK = dw = None
+    precision = kept.precision
     if call.on_device():
         dx_TK, dw = compiled_module("cuda").backward(dy_TN, x_TK, w, kept, call, dtype)
+    elif precision is not None:
+        assert x_TK is not None
+        precision = replace(
+            precision, dy=call.memory.used("dy", dy_TN, precision.dy, records=call.records_dy)
+        )
+        dx_TK, dw = _coded_backward(dy_TN, x_TK, w, replace(kept, precision=precision), call, dtype)
     else:
         assert x_TK is not None
         dx_TK = _dgrad(dy_TN, w, kept, call, dtype) if call.needs_dx else None
         dw = _wgrad(dy_TN, x_TK, call).to(w.dtype) if call.needs_dw else None
     watcher = call.watcher()
     if watcher is not None and x_TK is not None:
+        _show(call, precision)
         watcher.dgrad(dy_TN, w, dx_TK, call.offsets)
         watcher.wgrad(dy_TN, x_TK, dw, call.offsets)
     return dx_TK, dw
@@ -134,6 +186,50 @@ def backward(
 def bias_gradient(dy_TN: Tensor, dtype: torch.dtype) -> Tensor:
     """Sum of dy over the tokens, [N] in dtype, added up in float32."""
     return dy_TN.sum(dim=0, dtype=torch.float32).to(dtype)
+
+
+def _show(call: LinearCall, precision: LinearPrecision | None) -> None:
+    """Let the observer find what the pass was made with."""
+    if call.scaling is not None:
+        call.scaling.in_use = precision
+
+
+def _require_blocks(call: LinearCall) -> None:
+    """Raise KernelError for what a device's kernels cannot do."""
+    if not call.precision.is_plain:
+        raise KernelError(
+            "a scale for a whole operand (scaling 'tensor' or 'delayed') and an amax_floor work on a CPU only so far: use "
+            "scaling='block' on a device, whose scales need no history"
+        )
+
+
+def _coded_fprop(x_TK: Tensor, w: Tensor, call: LinearCall) -> tuple[Tensor, Kept]:
+    """Y = X W^T in x's dtype by way of codes, the quantised weight, and the scales of this use."""
+    coded, precision, dtype = compiled_module("coded"), call.begin(x_TK, w), x_TK.dtype
+    if precision.fprop == "bf16":
+        return _multiply_bf16(x_TK, w.mT, call).to(dtype), Kept(precision=precision)
+    w_codes = coded.weight(w, precision.w)
+    y_TN = coded.fprop(x_TK, w_codes, precision.x, call)
+    return y_TN, Kept(w=w_codes if call.keeps_w() else None, precision=precision)
+
+
+def _coded_backward(
+    dy_TN: Tensor, x_TK: Tensor, w: Tensor, kept: Kept, call: LinearCall, dtype: torch.dtype
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients by way of codes, with the scales in `kept`."""
+    coded, precision = compiled_module("coded"), kept.precision
+    assert precision is not None
+    dx_TK = dw = None
+    if call.needs_dx and precision.dgrad == "bf16":
+        dx_TK = _multiply_bf16(dy_TN, w, call).to(dtype)
+    elif call.needs_dx:
+        w_codes = kept.w if isinstance(kept.w, QuantizedTensor) else coded.weight(w, precision.w)
+        dx_TK = coded.dgrad(dy_TN, w_codes, precision.dy, call, dtype)
+    if call.needs_dw and precision.wgrad == "bf16":
+        dw = _wgrad(dy_TN, x_TK, call).to(w.dtype)
+    elif call.needs_dw:
+        dw = coded.wgrad(dy_TN, x_TK, precision.dy, precision.x, call).to(w.dtype)
+    return dx_TK, dw
 
 
 def _experts(w: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from fp8_safeguard.kernels import native
+from fp8_safeguard.kernels import native, scaled
 from fp8_safeguard.kernels.device import device_kernels
 from fp8_safeguard.kernels.dispatch import implementation
 from fp8_safeguard.kernels.errors import OffsetsError
@@ -22,12 +22,14 @@ from fp8_safeguard.kernels.stats import measured_bounds, merge_stats, tensor_sta
 @overload
 def quantize(
     x: Tensor, *, layout: str = ..., fmt: str = ..., scale: str = ..., multiplier: float = ...,
-    stats: Literal[False] = ..., offsets: Tensor | None = ...,
+    stats: Literal[False] = ..., offsets: Tensor | None = ..., tensor_scale: float | Tensor | None = ...,
+    amax_floor: float = ...,
 ) -> QuantizedTensor: ...  # fmt: skip
 @overload
 def quantize(
     x: Tensor, *, layout: str = ..., fmt: str = ..., scale: str = ..., multiplier: float = ...,
-    stats: Literal[True], offsets: Tensor | None = ...,
+    stats: Literal[True], offsets: Tensor | None = ..., tensor_scale: float | Tensor | None = ...,
+    amax_floor: float = ...,
 ) -> tuple[QuantizedTensor, Tensor]: ...  # fmt: skip
 def quantize(
     x: Tensor,
@@ -38,6 +40,8 @@ def quantize(
     multiplier: float = 1.0,
     stats: bool = False,
     offsets: Tensor | None = None,
+    tensor_scale: float | Tensor | None = None,
+    amax_floor: float = 0.0,
 ) -> QuantizedTensor | tuple[QuantizedTensor, Tensor]:
     """Quantise x to FP8 with one scale a block: q = RNE(clamp(x / s, +-max)), s = amax / max.
 
@@ -47,13 +51,16 @@ def quantize(
     result is `tensor_stats` of the same arguments. `offsets` (int32 [E+1], x 2-D) makes `col` and `tile` blocks
     start anew at each expert's first row. On a CPU they have to cover every row; a CUDA device does not read them
     back: they are not checked there, rows behind the last are zero codes, and the scales have R // 128 + E + 1 rows.
+    `tensor_scale` is the scale of every block, whatever its amax: values beyond it saturate, tiny ones become zero
+    (`multiplier` is not applied to it). `amax_floor` is what no block's amax counts for less than. Both work on a CPU.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() and tensor_scale is None and not amax_floor:
         from fp8_safeguard.kernels import library
 
         return library.quantize(x, layout, fmt, scale, multiplier, stats, offsets)
     code_format = check_options(layout, fmt, scale, multiplier)
     check_source(x, offsets)
+    operand = scaled.given(x, fmt, scale, multiplier, tensor_scale, amax_floor)
     device = device_kernels(x)
     if device is not None:
         return _on_device(device, x, layout, fmt, scale, multiplier, stats, offsets)
@@ -65,8 +72,10 @@ def quantize(
     options = (layout, code_format, scale, multiplier)
     parts = measured_bounds(x_RC, matrices, layout, offsets) if stats else None
     vectors_S: Tensor | None = None
+    if operand is not None:
+        codes, scales = scaled.quantize_rows(x_RC, bounds, layout, operand)
     # One read gives codes and statistics where they are cut into the same blocks.
-    if module is native and parts is not None and parts[-1] == x_RC.shape[0]:
+    elif module is native and parts is not None and parts[-1] == x_RC.shape[0]:
         codes, scales, vectors_S = native.measured_rows(x_RC, parts, *options)
     else:
         codes, scales = module.quantize_rows(x_RC, bounds, *options)
@@ -75,8 +84,10 @@ def quantize(
     if not stats:
         return result
     if vectors_S is None:
-        named = {"layout": layout, "fmt": fmt, "scale": scale}
-        return result, tensor_stats(source, **named, multiplier=multiplier, offsets=offsets)
+        return result, tensor_stats(
+            source, layout=layout, fmt=fmt, scale=scale, multiplier=multiplier, offsets=offsets,
+            tensor_scale=tensor_scale, amax_floor=amax_floor,
+        )  # fmt: skip
     return result, vectors_S if offsets is not None else merge_stats(vectors_S)
 
 

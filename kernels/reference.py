@@ -19,11 +19,18 @@ SQNR_RATIO_EDGES = tuple(10.0 ** (edge / 10.0) for edge in TILE_SQNR_EDGES_DB[1:
 
 
 def quantize_rows(
-    x_RC: Tensor, bounds: list[int], layout: str, code_format: CodeFormat, scale: str, multiplier: float
+    x_RC: Tensor,
+    bounds: list[int],
+    layout: str,
+    code_format: CodeFormat,
+    scale: str,
+    multiplier: float,
+    amax_floor: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Codes [R,C] and float32 scales of all row blocks, those of each segment after the one before."""
     parts = [
-        quantize_matrices(x_BRC, layout, code_format, scale, multiplier) for x_BRC in _segments(x_RC, bounds)
+        quantize_matrices(x_BRC, layout, code_format, scale, multiplier, amax_floor)
+        for x_BRC in _segments(x_RC, bounds)
     ]
     if not parts:
         empty = x_RC.new_empty((0, x_RC.shape[1]), dtype=code_format.dtype)
@@ -34,13 +41,19 @@ def quantize_rows(
 
 
 def round_trip_rows(
-    x_RC: Tensor, bounds: list[int], layout: str, code_format: CodeFormat, scale: str, multiplier: float
+    x_RC: Tensor,
+    bounds: list[int],
+    layout: str,
+    code_format: CodeFormat,
+    scale: str,
+    multiplier: float,
+    amax_floor: float = 0.0,
 ) -> Tensor:
     """Codes times scales, float32 [R,C]; rows outside the segments are unspecified."""
     out_RC = torch.zeros(x_RC.shape, dtype=torch.float32, device=x_RC.device)
     start = 0
     for x_BRC in _segments(x_RC, bounds):
-        codes, scales = quantize_matrices(x_BRC, layout, code_format, scale, multiplier)
+        codes, scales = quantize_matrices(x_BRC, layout, code_format, scale, multiplier, amax_floor)
         values = _unblocked(_blocked(codes.float(), layout) * scales[:, :, None, :, None], x_BRC.shape)
         end = start + values.shape[0] * values.shape[1]
         out_RC[start:end] = values.flatten(0, 1)
@@ -49,11 +62,17 @@ def round_trip_rows(
 
 
 def stats_of_rows(
-    x_RC: Tensor, bounds: list[int], layout: str, code_format: CodeFormat, scale: str, multiplier: float
+    x_RC: Tensor,
+    bounds: list[int],
+    layout: str,
+    code_format: CodeFormat,
+    scale: str,
+    multiplier: float,
+    amax_floor: float = 0.0,
 ) -> Tensor:
     """TensorStats vectors of the segments, float64 [S,29]."""
     vectors = [
-        stats_of_matrices(x_RC[start:end].float()[None], layout, code_format, scale, multiplier)
+        stats_of_matrices(x_RC[start:end].float()[None], layout, code_format, scale, multiplier, amax_floor)
         for start, end in pairwise(bounds)
     ]
     return torch.stack(vectors) if vectors else x_RC.new_zeros((0, VECTOR_LENGTH), dtype=torch.float64)
@@ -92,14 +111,19 @@ def _power_of_two_scales(amax: Tensor, maximum: float) -> Tensor:
 
 
 def quantize_matrices(
-    x_BRC: Tensor, layout: str, code_format: CodeFormat, scale: str, multiplier: float
+    x_BRC: Tensor,
+    layout: str,
+    code_format: CodeFormat,
+    scale: str,
+    multiplier: float,
+    amax_floor: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Codes [B,R,C] and float32 scales [B,Rb,Cb] of float32 matrices; ragged edges make smaller blocks."""
     x_blocks = _blocked(x_BRC, layout)
     finite = torch.isfinite(x_blocks)
     amax = torch.where(finite, x_blocks.abs(), 0.0)
     amax = amax.amax(dim=(2, 4), keepdim=True) if x_blocks.numel() else amax.new_zeros(_scale_shape(x_blocks))
-    scales = block_scales(amax, code_format, scale, multiplier)
+    scales = block_scales(amax.clamp(min=amax_floor), code_format, scale, multiplier)
     # The clamp is what makes the cast independent of the torch version; NaN passes through clamp and cast.
     scaled = (x_blocks / scales).clamp(-code_format.maximum, code_format.maximum)
     codes = scaled.to(code_format.dtype).view(torch.uint8)
@@ -109,10 +133,15 @@ def quantize_matrices(
 
 
 def stats_of_matrices(
-    x_BRC: Tensor, layout: str, code_format: CodeFormat, scale: str, multiplier: float
+    x_BRC: Tensor,
+    layout: str,
+    code_format: CodeFormat,
+    scale: str,
+    multiplier: float,
+    amax_floor: float = 0.0,
 ) -> Tensor:
     """TensorStats of all B matrices together, float64 [29]: sums over the matrices, maximum for amax."""
-    codes, scales = quantize_matrices(x_BRC, layout, code_format, scale, multiplier)
+    codes, scales = quantize_matrices(x_BRC, layout, code_format, scale, multiplier, amax_floor)
     x = x_BRC.double()
     finite = torch.isfinite(x)
     x_finite = torch.where(finite, x, 0.0)
@@ -141,13 +170,13 @@ def stats_of_matrices(
         x_finite.square().square().sum(),
     ]
     vector = torch.stack([column.double() for column in columns])
-    return torch.cat([vector, _sqnr_histogram(x_finite, error, layout)])
+    return torch.cat([vector, histogram_of(x_finite.square(), error.square(), layout)])
 
 
-def _sqnr_histogram(x_finite: Tensor, error: Tensor, layout: str) -> Tensor:
-    """float64 [16]: blocks by 10 log10(sum x^2 / sum (x - xq)^2), lower edge inclusive."""
-    signal = _blocked(x_finite, layout).square().sum(dim=(2, 4)).flatten()
-    noise = _blocked(error, layout).square().sum(dim=(2, 4)).flatten()
+def histogram_of(squares_BRC: Tensor, errors_BRC: Tensor, layout: str) -> Tensor:
+    """float64 [16]: blocks by 10 log10(sum x^2 / sum (x - xq)^2), from the squares; lower edge inclusive."""
+    signal = _blocked(squares_BRC, layout).sum(dim=(2, 4)).flatten().double()
+    noise = _blocked(errors_BRC, layout).sum(dim=(2, 4)).flatten().double()
     counted = signal > 0
     ratios = signal[counted] / noise[counted]
     edges = torch.tensor(SQNR_RATIO_EDGES, dtype=torch.float64, device=ratios.device)

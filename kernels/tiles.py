@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from fp8_safeguard.kernels import native, native_gemm, numba_tiles
+from fp8_safeguard.kernels import compiled, native, native_gemm, numba_tiles, scaled
 from fp8_safeguard.kernels.codes import get_format
 from fp8_safeguard.kernels.dispatch import backend, is_compiled
+from fp8_safeguard.kernels.lazy import compiled_module
 from fp8_safeguard.kernels.precision import OperandFormat
 from fp8_safeguard.kernels.quantized import QuantizedTensor, scale_shape
 
@@ -51,7 +53,7 @@ class TiledWeight:
 
 def weight(w_ENK: Tensor, operand: OperandFormat, *, backend: str | None = None) -> TiledWeight:
     """Quantise weights [E,N,K] in tiles, for `native` or `numba` products."""
-    if _uses_numba(backend):
+    if _uses_numba(backend) and operand.is_plain:
         return TiledWeight(numba_tiles.weight(w_ENK, operand))
     experts, rows, columns = w_ENK.shape
     bounds = [expert * rows for expert in range(experts + 1)]
@@ -64,14 +66,14 @@ def measured_weight(w: Tensor, operand: OperandFormat) -> tuple[Tensor, Quantize
     """TensorStats of a weight [N,K] or [E,N,K] in tiles, float64 [E,S], and its codes, from one read by native kernels."""
     rows, columns = w.shape[-2:]
     experts = w.shape[0] if w.dim() == 3 else 1
-    codes, scales, vectors_ES = native.measured_rows(
-        w.detach().reshape(experts * rows, columns),
-        range(0, (experts + 1) * rows, rows) if rows else [0] * (experts + 1),
-        "tile",
-        get_format(operand.fmt),
-        operand.scale,
-        operand.multiplier,
-    )
+    w_RK = w.detach().reshape(experts * rows, columns)
+    bounds = range(0, (experts + 1) * rows, rows) if rows else [0] * (experts + 1)
+    if operand.is_plain:
+        options = get_format(operand.fmt), operand.scale, operand.multiplier
+        codes, scales, vectors_ES = native.measured_rows(w_RK, bounds, "tile", *options)
+    else:
+        codes, scales = scaled.quantize_rows(w_RK, bounds, "tile", operand)
+        vectors_ES = scaled.stats_of_rows(w_RK, bounds, "tile", operand)
     if w.dim() == 3:
         codes, scales = codes.view(w.shape), scale_shape(scales, w, "tile")
     return vectors_ES, QuantizedTensor(codes, scales, "tile", operand.fmt)
@@ -81,9 +83,9 @@ def fprop(
     x_TK: Tensor, w: TiledWeight, features: int, operand: OperandFormat, bounds: list[int], dtype: torch.dtype
 ) -> Tensor:
     """Y = X W^T [T,N] in dtype, each expert's rows with its weight, zeros behind the last bound."""
-    if isinstance(w.kept, numba_tiles.Weight):
+    if isinstance(w.kept, numba_tiles.Weight) and operand.is_plain:
         return numba_tiles.fprop(x_TK, w.kept, features, operand, bounds, dtype)
-    return _product(_rows(x_TK, operand), w.kept, bounds, dtype)
+    return _product(_rows(x_TK, operand), _codes(w, features, x_TK.shape[1]), bounds, dtype)
 
 
 def dgrad(
@@ -95,10 +97,11 @@ def dgrad(
     dtype: torch.dtype,
 ) -> Tensor:
     """dX = dY W [T,K] in dtype, each expert's rows with its weight, zeros behind the last bound."""
-    if isinstance(w.kept, numba_tiles.Weight):
+    if isinstance(w.kept, numba_tiles.Weight) and operand.is_plain:
         return numba_tiles.dgrad(dy_TN, w.kept, features, operand, bounds, dtype)
+    kept = _codes(w, dy_TN.shape[1], features)
     # Views: the GEMM takes any strides.
-    w_EKN = QuantizedTensor(w.kept.data.mT, w.kept.scale.mT, "tile", w.kept.fmt)
+    w_EKN = QuantizedTensor(kept.data.mT, kept.scale.mT, "tile", kept.fmt)
     return _product(_rows(dy_TN, operand), w_EKN, bounds, dtype)
 
 
@@ -112,11 +115,12 @@ def wgrad(
     backend: str | None = None,
 ) -> Tensor:
     """dW = dY^T X [E,N,K] in float32, zeros for an expert without rows; `native` or `numba` products."""
-    if _uses_numba(backend):
+    if _uses_numba(backend) and dy_operand.is_plain and x_operand.is_plain:
         return numba_tiles.wgrad(dy_TN, x_TK, dy_operand, x_operand, bounds)
     offsets = torch.tensor(bounds, dtype=torch.int32, device="cpu")
     dy, x = _columns(dy_TN, offsets, bounds, dy_operand), _columns(x_TK, offsets, bounds, x_operand)
-    return native_gemm.grouped_wgrad(dy, x, bounds, torch.float32)
+    dw_ENK: Tensor = _products().grouped_wgrad(dy, x, bounds, torch.float32)
+    return dw_ENK
 
 
 @cache
@@ -134,9 +138,21 @@ def _uses_numba(name: str | None) -> bool:
 
 
 def _product(a: QuantizedTensor, b: QuantizedTensor, bounds: list[int], dtype: torch.dtype) -> Tensor:
-    if b.data.dim() == 2:
-        return native_gemm.gemm_nt(a, b, dtype)
-    return native_gemm.grouped_nt(a, b, bounds, dtype)
+    products = _products()
+    out: Tensor = (
+        products.gemm_nt(a, b, dtype) if b.data.dim() == 2 else products.grouped_nt(a, b, bounds, dtype)
+    )
+    return out
+
+
+def _products() -> ModuleType:
+    """Who multiplies codes here."""
+    return native_gemm if _default() == "native" else compiled_module("numba_products")
+
+
+def _codes(w: TiledWeight, rows: int, columns: int) -> QuantizedTensor:
+    """The weight's codes [E,N,K]; what only numba's own kernels read is turned back into them, exactly."""
+    return w.kept if isinstance(w.kept, QuantizedTensor) else numba_tiles.codes_of(w.kept, rows, columns)
 
 
 def _rows(x_TC: Tensor, operand: OperandFormat) -> QuantizedTensor:
@@ -151,6 +167,9 @@ def _columns(x_TC: Tensor, offsets: Tensor, bounds: list[int], operand: OperandF
 
 
 def _quantized(x_RC: Tensor, bounds: list[int], layout: str, operand: OperandFormat) -> tuple[Tensor, Tensor]:
-    return native.quantize_rows(
-        x_RC.detach(), bounds, layout, get_format(operand.fmt), operand.scale, operand.multiplier
-    )
+    if not operand.is_plain:
+        return scaled.quantize_rows(x_RC.detach(), bounds, layout, operand)
+    module = native if _default() == "native" else compiled
+    options = get_format(operand.fmt), operand.scale, operand.multiplier
+    codes, scales = module.quantize_rows(x_RC.detach(), bounds, layout, *options)
+    return codes, scales

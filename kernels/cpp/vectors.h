@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <initializer_list>
 
 #if FP8_WIDTH >= 256
 #include <immintrin.h>
@@ -50,6 +51,14 @@ FP8_INLINE Ints count(Ints counted, Ints condition) {
 #endif
 }
 
+FP8_INLINE Longs count(Longs counted, Longs condition) {
+#if FP8_WIDTH == 512
+  return (Longs)_mm512_mask_add_epi64((__m512i)counted, _mm512_movepi64_mask((__m512i)condition), (__m512i)counted, _mm512_set1_epi64(1));
+#else
+  return counted - condition;
+#endif
+}
+
 // a * b + c, rounded once.
 FP8_INLINE Floats fused(Floats a, Floats b, Floats c) {
 #if FP8_WIDTH == 512
@@ -84,6 +93,22 @@ FP8_INLINE void widen(Floats x, Doubles *low, Doubles *high) {
   std::memcpy(half, &x, sizeof half);
   *low = __builtin_convertvector(half[0], Doubles);
   *high = __builtin_convertvector(half[1], Doubles);
+#endif
+}
+
+FP8_INLINE Doubles widen_half(const float *line) {
+  HalfFloats half;
+  std::memcpy(&half, line, sizeof half);
+  return __builtin_convertvector(half, Doubles);
+}
+
+FP8_INLINE bool everywhere(Longs condition) {
+#if FP8_WIDTH == 512
+  return _mm512_movepi64_mask((__m512i)condition) == 0xFF;
+#else
+  for (int lane = 0; lane < HALF; lane++)
+    if (!condition[lane]) return false;
+  return true;
 #endif
 }
 
@@ -237,6 +262,8 @@ template <> struct Group<uint16_t> {
   FP8_INLINE_MEMBER explicit Group(const uint16_t *line) { std::memcpy(&pairs, line, sizeof pairs); }
   FP8_INLINE_MEMBER Ints first() const { return (pairs & 0x7FFF7FFF) << 16; }
   FP8_INLINE_MEMBER Ints second() const { return pairs & 0x7FFF0000; }
+  FP8_INLINE_MEMBER Ints first_signed() const { return pairs << 16; }
+  FP8_INLINE_MEMBER Ints second_signed() const { return pairs & (int32_t)0xFFFF0000; }
 
   // Low bytes, `offset` less, with the signs of x.
   FP8_INLINE_MEMBER void store_codes(uint8_t *line, Ints a, Ints b, int32_t offset) const {
@@ -268,6 +295,8 @@ template <> struct Group<uint32_t> {
   FP8_INLINE_MEMBER explicit Group(const uint32_t *line) : a(load(line)), b(load(line + LANES)) {}
   FP8_INLINE_MEMBER Ints first() const { return a & 0x7FFFFFFF; }
   FP8_INLINE_MEMBER Ints second() const { return b & 0x7FFFFFFF; }
+  FP8_INLINE_MEMBER Ints first_signed() const { return a; }
+  FP8_INLINE_MEMBER Ints second_signed() const { return b; }
 
   FP8_INLINE_MEMBER static void store_bytes(uint8_t *line, Ints values) {
 #if FP8_WIDTH == 512

@@ -24,6 +24,9 @@ EXACT = [index for index in range(VECTOR_LENGTH) if index not in SUMS]
 SUM_TOLERANCE = 1e-12
 """float64 sums of the same exact terms, in different orders (test_stats.py says how many)."""
 
+FLOAT32_TOLERANCE = 1e-7
+"""Of large tensors, whose sums in a block are float32 (native.WIDE_SUMS_ELEMENTS)."""
+
 
 @pytest.fixture
 def everywhere(monkeypatch: pytest.MonkeyPatch, implementation: Any) -> Any:
@@ -32,12 +35,12 @@ def everywhere(monkeypatch: pytest.MonkeyPatch, implementation: Any) -> Any:
     return implementation
 
 
-def assert_same(ours: torch.Tensor, wanted: Any) -> None:
+def assert_same(ours: torch.Tensor, wanted: Any, tolerance: float = SUM_TOLERANCE) -> None:
     """Counts, amax and histogram exactly, sums to float64 rounding."""
     assert ours.dtype == torch.float64
     wanted = np.asarray(wanted)
     np.testing.assert_array_equal(ours.numpy()[..., EXACT], wanted[..., EXACT])
-    np.testing.assert_allclose(ours.numpy()[..., SUMS], wanted[..., SUMS], rtol=SUM_TOLERANCE, atol=0)
+    np.testing.assert_allclose(ours.numpy()[..., SUMS], wanted[..., SUMS], rtol=tolerance, atol=0)
 
 
 def defined_pair(x: torch.Tensor, **options: Any) -> Any:
@@ -86,14 +89,14 @@ def test_views_are_measured_like_their_copies(generator: torch.Generator, everyw
 def test_large_tensors_agree_with_two_calls(
     level: int, dtype: torch.dtype, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their sums in a block are float32, in the same order with one layout or two."""
+    """Sums in a block are float32, and of both layouts at once in another order."""
     if level > native.level():
         pytest.skip(f"this processor has no {native.INSTRUCTION_SETS[level]}")
     monkeypatch.setattr(native, "level", lambda: level)
     monkeypatch.setattr(native, "WIDE_SUMS_ELEMENTS", 0)
     x = torch.randn(300, 1100, generator=generator).to(dtype)
     two = torch.stack([tensor_stats(x, layout=layout) for layout in ("row", "col")])
-    assert_same(layout_stats(x), two)
+    assert_same(layout_stats(x), two, FLOAT32_TOLERANCE)
 
 
 def test_x_is_read_once(monkeypatch: pytest.MonkeyPatch, generator: torch.Generator) -> None:

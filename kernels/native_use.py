@@ -1,0 +1,146 @@
+"""Measures one use of a weight in one native call."""
+
+# Shapes: T tokens, N output features, K input features, R sampled rows, V = 29 TensorStats entries.
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fp8_safeguard.kernels import native, native_exact, native_gemm, tiles
+from fp8_safeguard.kernels.codes import BLOCK, get_format
+from fp8_safeguard.kernels.precision import OperandFormat
+from fp8_safeguard.kernels.quantized import QuantizedTensor
+from fp8_safeguard.monitor.stats import VECTOR_LENGTH
+
+ROW, COL, WEIGHT, PRODUCT = range(4)
+"""Rows of what `measure` gives."""
+
+_MATRIX = "5q"
+_GRID = "6d 2q"
+_USE = struct.Struct(f"{_MATRIX} {_MATRIX} {_MATRIX} {_GRID} {_GRID} 12q")
+"""`struct Use` of cpp/use.h."""
+_NO_MATRIX = (0, 0, 0, 0, 0)
+
+
+@dataclass(slots=True, frozen=True)
+class Measured:
+    """What one call found."""
+
+    stats: NDArray[np.float64]
+    """[4, V]: of the operand in rows and in columns, of the weight in tiles, of the product; zeros where not wanted."""
+    codes: QuantizedTensor | None
+    """The weight's, where its statistics were wanted."""
+    judged: bool
+    """Whether the product was compared; not for numbers that matrix tiles cannot multiply."""
+    operand_seconds: float
+    """What the statistics took."""
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    """The shared library with this call declared; None where it was not built, or from sources of another version."""
+    loaded = native.library()
+    size = getattr(loaded, "fp8_native_use_bytes", None)
+    if loaded is None or size is None or size() != _USE.size:
+        return None
+    loaded.fp8_native_use.argtypes = (ctypes.c_char_p, ctypes.c_int, ctypes.c_int)
+    return loaded
+
+
+def fits(operand_TC: Tensor, w_NK: Tensor, *formats: OperandFormat) -> bool:
+    """Whether `measure` takes these: float32 or bfloat16 matrices on a CPU with matrix tiles, block scales of their own."""
+    return (
+        _library() is not None
+        and native_gemm.level() >= native_exact.TILE_LEVEL
+        and tiles.multiplies_codes(w_NK)
+        and all(each.is_plain for each in formats)
+        and _is_matrix(operand_TC)
+        and _is_matrix(w_NK)
+    )
+
+
+def fits_result(y_TN: Tensor) -> bool:
+    """Whether `measure` can compare with this result."""
+    return _is_matrix(y_TN)
+
+
+def measure(
+    operand_TC: Tensor,
+    w_NK: Tensor,
+    rows: Tensor,
+    *,
+    operand: OperandFormat,
+    weight: OperandFormat,
+    wants: tuple[bool, bool],
+    forward: bool,
+    y_TN: Tensor | None = None,
+    bias_N: Tensor | None = None,
+    codes: QuantizedTensor | None = None,
+) -> Measured:
+    """TensorStats of x [T,K] or dy [T,N] in rows and columns (`wants`), and the sampled rows of its product with w.
+
+    `forward`: x w^T + b against y. Otherwise dy w against its FP8 product with the weight's codes. Without `codes` the
+    weight is quantised and measured too. `rows` are int64 [R] on the CPU. Sums and products are those of `layout_stats`,
+    `tensor_stats`, `native_exact` and `native_gemm`. Only for what `fits`.
+    """
+    stats = np.zeros((4, VECTOR_LENGTH))
+    seconds = ctypes.c_double()
+    weighs = codes is None
+    codes = _room(w_NK, weight.fmt) if codes is None else codes
+    bias = None if bias_N is None else bias_N.to(torch.float32).contiguous()
+    rows = rows.contiguous()
+    job = _USE.pack(
+        *_matrix(operand_TC),
+        *_matrix(w_NK),
+        *(_NO_MATRIX if y_TN is None else _matrix(y_TN)),
+        *_grid(operand, operand_TC),
+        *_grid(weight, w_NK),
+        forward,
+        rows.data_ptr(),
+        rows.shape[0],
+        0 if bias is None else bias.data_ptr(),
+        native.edges_address(),
+        stats.ctypes.data,
+        *wants,
+        weighs,
+        codes.data.data_ptr(),
+        codes.scale.data_ptr(),
+        ctypes.addressof(seconds),
+    )
+    loaded = _library()
+    assert loaded is not None, "the native kernels were not built"
+    judged = loaded.fp8_native_use(job, native.level(), native_gemm.level()) == 0
+    return Measured(stats, codes if weighs else None, judged, seconds.value)
+
+
+def _room(w_NK: Tensor, fmt: str) -> QuantizedTensor:
+    rows, columns = w_NK.shape
+    data = torch.empty((rows, columns), dtype=torch.uint8, device="cpu")
+    scale = torch.empty((-(-rows // BLOCK), -(-columns // BLOCK)), dtype=torch.float32, device="cpu")
+    return QuantizedTensor(data.view(get_format(fmt).dtype), scale, "tile", fmt)
+
+
+def _matrix(x_RC: Tensor) -> tuple[int, int, int, int, int]:
+    rows, columns = x_RC.shape
+    return x_RC.data_ptr(), x_RC.dtype == torch.bfloat16, rows, columns, x_RC.stride(0)
+
+
+def _grid(operand: OperandFormat, x_RC: Tensor) -> tuple[float, ...]:
+    """`struct OperandGrid` of cpp/use.h."""
+    grid = native.grid(get_format(operand.fmt), operand.scale, operand.multiplier)
+    return *grid, operand.fmt == "e5m2", x_RC.numel() <= native.WIDE_SUMS_ELEMENTS
+
+
+def _is_matrix(x_RC: Tensor) -> bool:
+    """Whether the library can read this matrix where it lies."""
+    if x_RC.dim() != 2 or x_RC.stride(1) != 1 or not x_RC.numel():
+        return False
+    return native_exact.is_read(x_RC)
