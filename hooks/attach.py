@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -23,8 +22,11 @@ from fp8_safeguard.hooks.notices import tell_alerts
 from fp8_safeguard.hooks.once import OnceLog, logger
 from fp8_safeguard.hooks.sample import SampleBuilder
 from fp8_safeguard.hooks.session import Session
-from fp8_safeguard.hooks.settings import Options, resolve
+from fp8_safeguard.hooks.settings import RANK_TIMEOUT_SECONDS, resolve
 from fp8_safeguard.kernels import backend
+
+if TYPE_CHECKING:
+    from fp8_safeguard.hooks.ranks import Ranks
 
 
 def attach(
@@ -45,6 +47,7 @@ def attach(
     thresholds: str = "floor",
     spool_dir: str | os.PathLike[str] | None = None,
     shadow: bool = False,
+    rank_timeout: float = RANK_TIMEOUT_SECONDS,
 ) -> Guard:
     """Observe every linear layer of the model from now on.
 
@@ -61,6 +64,10 @@ def attach(
     time and in tiles otherwise; `Guard.sampling_plan` and every sample say what that buys.
     `shadow` measures on a BF16 run what FP8 would do to the forward too, so that `report` can tell which layers are
     ready for it.
+    Under torch.distributed the ranks report together, as one process with all their batches: attach() belongs on every
+    rank, and so do detach(), state_dict() and load_state_dict(). Rank 0 sends, and a plan takes effect at the same step
+    on all of them. Where they do not hear each other for `rank_timeout` seconds each goes on by itself. Ranks that
+    measure different layers (pipeline, experts) take a `group` each, and `groups` for their number.
     Convert and wrap the model first, attach last, but before the first call of a compiled model: later, it compiles
     again. An `observer` of your own on one of our layers is paused until detach(). Raises OptionError,
     AlreadyAttachedError, and HookError where compiling again is forbidden.
@@ -68,15 +75,16 @@ def attach(
     # Not before there is a model: they would be a fifth of what importing the hooks loads.
     from fp8_safeguard.hooks import functional
     from fp8_safeguard.hooks.client import Client
+    from fp8_safeguard.hooks.emergency import Emergency
 
     _check_types(model, optimizer, filter)
     model = compiled.unwrapped(model)
     options = resolve(
         server=server, token=token, run=run, attempt=attempt, group=group, groups=groups, every=every,
         recompute=recompute, overhead_budget=overhead_budget, mode=mode, thresholds=thresholds, spool_dir=spool_dir,
-        shadow=shadow,
+        shadow=shadow, rank_timeout=rank_timeout,
     )  # fmt: skip
-    options = _reporting(options, own_group=groups > 1)
+    rank, size = _place_in_group(own_group=groups > 1)
     _refuse_second(model)
     compiled.prepare(ForwardHook, PassHook, OptimizerHook)
     layers, left_out = discover(model, filter)
@@ -86,13 +94,21 @@ def attach(
     once = OnceLog()
     controls = Controls(layers, options.mode, once)
     builder = SampleBuilder(layers, options, once)
+    emergency = Emergency(options, controls, once)
 
     def on_reply(reply: Mapping[str, Any]) -> None:
-        controls.receive(reply.get("plan"))
+        if emergency.hear(reply):
+            controls.receive(reply.get("plan"))
         tell_alerts(reply.get("alerts"), options, once)
         builder.flags.hear(reply)
 
-    client = Client(options, builder, on_reply, once)
+    client: Client | Ranks
+    if size == 1:
+        client = Client(options, builder, on_reply, once, emergency)
+    else:
+        from fp8_safeguard.hooks.joining import join
+
+        client = join(options, layers, builder, controls, on_reply, once, emergency, rank=rank, size=size)
     session = Session(
         model,
         layers,
@@ -104,20 +120,17 @@ def attach(
         optimizer=optimizer,
         coverage=Coverage(model, layers, left_out, once),
     )
-    if options.server is None:
+    if options.server is None and rank == 0:
         where = f"written to {options.spool_dir}" if options.spool_dir else "kept one at a time and not sent"
         logger.warning("no server: samples of run %s are %s", options.run, where)
     return Guard(session)
 
 
-def _reporting(options: Options, *, own_group: bool) -> Options:
-    """Ranks that share a group are not merged yet: the first one reports, and no rank ever waits for another."""
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    rank = torch.distributed.get_rank() if distributed else 0
-    if rank == 0 or own_group:
-        return options
-    logger.info("rank %d measures only: rank 0 reports for the group", rank)
-    return replace(options, server=None, spool_dir=None)
+def _place_in_group(*, own_group: bool) -> tuple[int, int]:
+    """Rank and number of those that report together with this process."""
+    if own_group or not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return 0, 1
+    return torch.distributed.get_rank(), torch.distributed.get_world_size()
 
 
 def _refuse_second(model: nn.Module) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from fp8_safeguard.hooks.memory import MEMORY_SAMPLES, MemoryQueue, Store
@@ -297,6 +297,14 @@ class Backlog:
         """In a forked child: leave the parent's files alone."""
         for spool in self._spools():
             spool.forget_in_child()
+
+
+def together(entries: list[Entry], accepted: Collection[str]) -> list[Entry]:
+    """The first ones that go in one request: a slot list that the server has not accepted goes alone."""
+    if entries[0].slots_id not in accepted:
+        return entries[:1]
+    unknown = (n for n, entry in enumerate(entries) if entry.slots_id not in accepted)
+    return entries[: next(unknown, len(entries))]
 
 
 def full_body(store: Store, entry: Entry) -> bytes:

@@ -65,6 +65,14 @@ class Frame:
             self.values[first_row:end_row].copy_(vectors_EV, non_blocking=True)
         self.filled.add(first_row)
 
+    def add_row(self, row: int, vector: NDArray[np.float64]) -> None:
+        """The same for a slot of one row, from a CPU."""
+        if self._here is None or row in self.filled:
+            self.add(row, torch.from_numpy(vector[None]))
+            return
+        self._here[row] = vector
+        self.filled.add(row)
+
     def add_variant(
         self, slot_row: int, name: str, fmt: str, vectors_EV: Tensor, *, experts: int = 1, first: int = 0
     ) -> None:

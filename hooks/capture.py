@@ -204,7 +204,7 @@ class LayerObserver:
         state.owed += x_TK.requires_grad or w_NK.requires_grad
         state.node = uses.accumulator(layer.parameter())
         module = layer.fp8_module()
-        state.precision = precision = FOREIGN if module is None else module.precision
+        state.precision = precision = FOREIGN if module is None else module.precision_in_use
         state.gain_K = None if module is None or module.input_gain is None else module.input_gain.detach()
         operands.measure(session, layer, x_TK, precision.x, row=Part.X_ROW, offsets=offsets)
         if not state.w_measured:
@@ -214,7 +214,7 @@ class LayerObserver:
         judge.fprop(session, layer, x_TK, w_NK, y_TN, how, offsets=offsets)
 
     def _dgrad(self, dy_TN: Tensor, w_NK: Tensor, dx_TK: Tensor | None, offsets: Tensor | None) -> None:
-        precision = self.layer.step.precision or FOREIGN
+        precision = self._in_use()
         operands.measure(self.session, self.layer, dy_TN, precision.dy, row=Part.DY_ROW, offsets=offsets)
         if dx_TK is not None:
             judge.dgrad(
@@ -222,11 +222,19 @@ class LayerObserver:
             )
 
     def _wgrad(self, dy_TN: Tensor, x_TK: Tensor, dw_NK: Tensor, offsets: Tensor | None) -> None:
-        session, layer = self.session, self.layer
-        precision = layer.step.precision or FOREIGN
+        session, layer, precision = self.session, self.layer, self._in_use()
         operands.measure(session, layer, x_TK, precision.x, col=Part.X_COL, offsets=offsets)
         operands.measure(session, layer, dy_TN, precision.dy, col=Part.DY_COL, offsets=offsets)
         judge.wgrad(session, layer, dy_TN, x_TK, dw_NK, self._judged(Part.WGRAD), offsets=offsets)
+
+    def _in_use(self) -> LinearPrecision:
+        """The precision of the step's forward, with the scales of this backward where they are not its blocks'."""
+        step, module = self.layer.step, self.layer.fp8_module()
+        known = step.precision or FOREIGN
+        if not known.is_plain and module is not None:
+            # One of dy alone may not have been known before dy was there.
+            known = step.precision = module.scaling.in_use or known
+        return known
 
     def _judged(self, part: Part) -> judge.Judgement:
         step = self.layer.step

@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fp8_safeguard.hooks import forking
-from fp8_safeguard.hooks.backlog import Backlog, full_body
+from fp8_safeguard.hooks.backlog import Backlog, full_body, together
 from fp8_safeguard.hooks.courier import Courier
+from fp8_safeguard.hooks.emergency import Emergency
 from fp8_safeguard.hooks.memory import Store
 from fp8_safeguard.hooks.once import OnceLog
 from fp8_safeguard.hooks.outage import Outage, Pause
@@ -48,8 +49,10 @@ class Client:
         builder: SampleBuilder,
         on_reply: Callable[[Mapping[str, Any]], None],
         once: OnceLog,
+        emergency: Emergency | None = None,
     ) -> None:
         self._options = options
+        self.emergency = emergency
         self._builder = builder
         self._on_reply = on_reply
         self._once = once
@@ -90,6 +93,9 @@ class Client:
     def place(self) -> str:
         """Where samples wait, in words."""
         return self._backlog.place
+
+    def step_is_final(self) -> None:
+        """The last step has no sample: of that only other ranks would want to know."""
 
     def submit(self, record: StepRecord) -> None:
         """Take a finished step; returns at once."""
@@ -242,6 +248,8 @@ class Client:
             record = self._inbox.popleft()
             try:
                 sample = self._builder.build(record)
+                if self.emergency is not None:
+                    sample = record.sample = self.emergency.look(sample, away=self._outage.away)
                 log_sample(self._options.run, sample)
                 if self._options.server is not None or self._options.spool_dir is not None:
                     self._backlog.put(sample)
@@ -257,7 +265,7 @@ class Client:
         if store is None:
             self._back_off(None)  # the disk does not give them back now
             return
-        entries = self._together(entries)
+        entries = together(entries, self._accepted)
         by_id = [entry.slots_id in self._accepted for entry in entries]
         try:
             bodies = [entry.body for entry in entries] if by_id[0] else [full_body(store, entries[0])]
@@ -279,13 +287,6 @@ class Client:
             if store is not None:
                 return store, entries
         return self._backlog.take(1 if self._suspect.alone else self._batch, BATCH_BYTES)
-
-    def _together(self, entries: list[Entry]) -> list[Entry]:
-        """The first ones that go in one request: a slot list that the server has not accepted goes alone."""
-        if entries[0].slots_id not in self._accepted:
-            return entries[:1]
-        unknown = (n for n, entry in enumerate(entries) if entry.slots_id not in self._accepted)
-        return entries[: next(unknown, len(entries))]
 
     def _look_at_answers(self) -> None:
         assert self._under_way is not None
@@ -389,11 +390,8 @@ class Client:
             self._outage.left_unsent(kept, lost, when, self._backlog.folder)
 
     def _new_courier(self) -> Courier:
-        return Courier(self._connect, self._wake)
-
-    def _connect(self) -> Transport:
-        assert self._options.server is not None
-        return Transport(self._options.server, self._options.run, self._options.token)
+        options = self._options
+        return Courier(lambda: Transport(options.server or "", options.run, options.token), self._wake)
 
     def _wake(self) -> None:
         with self._change:

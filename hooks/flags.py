@@ -32,6 +32,11 @@ LOOKS_AT_ONCE = 4
 """After so many looks at a layer that stays flagged one sample more passes between any two of them, and so on."""
 LONGEST_WAIT = 8
 """Samples from one look to the next, at most: what is in breach for good costs an eighth of what a new fault may."""
+TREATED_EVERY = 32
+"""Samples from one look at a layer to which a plan gives another scale or format to the next such layer: nothing else shows
+whether it still needs that."""
+STEPS_KEPT = 4
+"""Agreed choices that are kept: the one that holds and those of the next steps."""
 MIN_COUNT = 1024
 """Elements below which a slot is too noisy to flag its layer."""
 
@@ -54,6 +59,13 @@ class Flag:
         """The latest breaches first, the worst of them before the others."""
         return self.samples_left, self.rank
 
+    @property
+    def urgency(self) -> int:
+        """`order` in a byte, above 0."""
+        acts, instant, excess = self.rank
+        beyond = min(14, int(2 * math.log2(1 + min(max(excess, 0.0), 2.0**14))))
+        return 64 * min(self.samples_left, 3) + 32 * acts + 16 * instant + beyond + 1
+
 
 class Flags:
     """Which layers deserve whole GEMMs and what-ifs.
@@ -75,6 +87,9 @@ class Flags:
         self._looks: dict[str, tuple[int, int]] = {}
         """How often each flagged layer was chosen, and at which choice the last time."""
         self._choices = 0
+        self._treated: tuple[str, ...] = ()
+        """Layers to which the latest plan gives another scale or format."""
+        self._samples = 0
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -83,11 +98,13 @@ class Flags:
 
     def choose(self, measured: Callable[[str], bool]) -> frozenset[str]:
         """The layers to look at closely in the step that begins, of those that it measures. Training thread only."""
-        flagged = self._flagged
+        return self._choose(self.layers, measured)
+
+    def _choose(self, flagged: Sequence[str], measured: Callable[[str], bool]) -> frozenset[str]:
         if not flagged:
             self._looks = {}
             return frozenset()
-        looks = {flag.layer: self._looks.get(flag.layer, (0, _NEVER)) for flag in flagged}
+        looks = {layer: self._looks.get(layer, (0, _NEVER)) for layer in flagged}
         due = [layer for layer, (count, at) in looks.items() if self._choices - at >= _wait(count)]
         due.sort(key=lambda layer: looks[layer][1])
         chosen = [layer for layer in due if measured(layer)][:CLOSE_LAYERS]
@@ -95,16 +112,22 @@ class Flags:
         self._choices += 1
         return frozenset(chosen)
 
+    @property
+    def urgency(self) -> dict[str, int]:
+        """1 to 255 for each flagged layer, to be compared among ranks: the latest breaches, then the worst."""
+        return {flag.layer: flag.urgency for flag in self._flagged}
+
     def look(self, sample: Sample) -> None:
         """Flag the layers of a finished sample that are beyond a level; the others' flags grow old."""
         with self._writing:
             if sample.step == self._looked_at:
                 return
             self._looked_at = sample.step
-            self._update(self._in_breach(sample), {slot.layer for slot in sample.slots})
+            ranks = {**self._revisited(), **self._in_breach(sample)}
+            self._update(ranks, {slot.layer for slot in sample.slots})
 
     def hear(self, reply: Mapping[str, Any]) -> None:
-        """Flag the layers that the server's alerts and decisions name."""
+        """Flag the layers that the server's alerts and decisions name, and remember those that a plan changes."""
         told: dict[str, _Rank] = {}
         for kind in ("alerts", "decisions"):
             listed = reply.get(kind)
@@ -113,9 +136,30 @@ class Flags:
                 if isinstance(layer, str) and layer in self._names and item.get("action") != "restore":
                     acts = kind == "decisions" or item.get("severity") == "act"
                     told[layer] = max(told.get(layer, (False, False, 0.0)), (acts, False, 0.0))
-        if told:
-            with self._writing:
+        treated = self._treated_by(reply.get("plan"))
+        with self._writing:
+            self._treated = self._treated if treated is None else treated
+            if told:
                 self._update(told, set())
+
+    def _treated_by(self, plan: Any) -> tuple[str, ...] | None:
+        """Layers to which that plan gives another scale or format; None where it is none."""
+        entries = plan.get("entries") if isinstance(plan, Mapping) else None
+        if not isinstance(entries, list | tuple):
+            return None
+        listed = (entry for entry in entries if isinstance(entry, Mapping))
+        named = {str(entry.get("layer")) for entry in listed if entry.get("action") != "bf16_fallback"}
+        return tuple(sorted(named & self._names))
+
+    def _revisited(self) -> dict[str, _Rank]:
+        """The treated layer whose turn it is, behind all that are in breach."""
+        self._samples += 1
+        turn, left = divmod(self._samples, TREATED_EVERY)
+        return (
+            {}
+            if left or not self._treated
+            else {self._treated[turn % len(self._treated)]: (False, False, 0.0)}
+        )
 
     def _update(self, ranks: Mapping[str, _Rank], seen: set[str]) -> None:
         """`seen`: the layers of the sample."""
@@ -179,6 +223,40 @@ class Flags:
             columns[name][place] = sample.columns[name][source]
             nulls[name][place] = sample.nulls[name][source]
         return StatsTable(columns, nulls)
+
+
+class AgreedFlags(Flags):
+    """Flags of one of several ranks: all of them look closely at the same layers in the same step.
+
+    What the ranks have flagged is known to all of them with a round, and each makes the same choice of it, for the steps
+    from the round's second next one on.
+    """
+
+    def __init__(self, layers: Sequence[ObservedLayer], thresholds: str, step: Callable[[], int]) -> None:
+        super().__init__(layers, thresholds)
+        self._step = step
+        self._agreed: tuple[tuple[int, tuple[str, ...], frozenset[str]], ...] = ()
+        """First step, all flagged layers, and those to look at: what holds now, and what follows."""
+
+    def agree(self, flagged: Sequence[str], first_step: int) -> None:
+        """What all ranks have flagged, the most urgent first. From the thread of the rounds."""
+        names = tuple(flagged[:FLAGGED_LAYERS])
+        chosen = self._choose(names, lambda name: True)
+        self._agreed = (*self._agreed[-STEPS_KEPT:], (first_step, names, chosen))
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Names of the layers that any rank has flagged, the most urgent first."""
+        return self._now()[1]
+
+    def choose(self, measured: Callable[[str], bool]) -> frozenset[str]:
+        """The agreed layers, of those that this rank measures."""
+        return frozenset(filter(measured, self._now()[2]))
+
+    def _now(self) -> tuple[int, tuple[str, ...], frozenset[str]]:
+        step = self._step()
+        held = [each for each in self._agreed if each[0] <= step]
+        return held[-1] if held else (0, (), frozenset())
 
 
 def _wait(looks: int) -> int:

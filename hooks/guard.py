@@ -22,6 +22,11 @@ from fp8_safeguard.monitor.wire import Attempt, sample_to_wire
 
 if TYPE_CHECKING:
     from fp8_safeguard.hooks.client import Client
+    from fp8_safeguard.hooks.ranks import Ranks
+
+
+STATE_SECONDS = 2.0
+"""Longest that a state waits for the other ranks' word on the last step."""
 
 
 class Guard:
@@ -32,7 +37,7 @@ class Guard:
         self._handles = _install(session)
         self._clock = OptimizerHook(session.on_optimizer_step, session.on_inner_step)
         # The session outlives this object where attach()'s result is thrown away, but not the model's hooks.
-        keeps = session.options.server or session.options.spool_dir
+        keeps = session.options.server or session.options.spool_dir or session.controls.ranks
         self._farewell = Farewell(session) if keeps else None
         self._gone = weakref.finalize(session, _forget, session.client, self._farewell)
         self._gone.atexit = False
@@ -58,12 +63,16 @@ class Guard:
     @property
     def run(self) -> str:
         """Id of the run."""
-        return self._session.options.run
+        return self._session.builder.options.run
 
     @property
     def plan(self) -> Plan:
         """What is applied now."""
         return self._session.controls.plan
+
+    def carries_out(self, *actions: str) -> None:
+        """Say that the trainer does what these actions of a plan ask for, reading `plan.entries`: they are none of ours."""
+        self._session.controls.elsewhere |= frozenset(actions)
 
     @property
     def sampling(self) -> bool:
@@ -138,9 +147,13 @@ class Guard:
         return self._session.coverage.rows(self._session.samples)
 
     def last_sample(self) -> dict[str, Any] | None:
-        """The last committed sample as the wire's JSON document; None before the first."""
+        """The last committed sample as the wire's JSON document; None before the first.
+
+        Of several ranks that report together it is the last one that all of them have added to.
+        """
         self._session.deliver()
-        record = self._session.last
+        ranks = self._session.controls.ranks
+        record = ranks.newest if ranks is not None and ranks.together else self._session.last
         return None if record is None else sample_to_wire(self._session.builder.build(record), binary=False)
 
     @contextlib.contextmanager
@@ -179,15 +192,19 @@ class Guard:
         """What a resumed run needs: the step, the rotation, the row sampler, the plan in force and one that waits."""
         session = self._session
         session.deliver()
+        if session.controls.ranks is not None:
+            # A plan announced with the last step is part of every rank's state, or of none's.
+            session.controls.ranks.catch_up(STATE_SECONDS)
         return {
-            "run": session.options.run,
-            "attempt": session.options.attempt,
+            "run": self.run,
+            "attempt": session.builder.attempt.id,
             "parent": session.builder.attempt.parent,
             "from_step": session.builder.attempt.from_step,
             "step": session.clock.step,
             "rotation": session.rotation,
             "sampler": session.sampler.generator.get_state(),
             **session.controls.state(),
+            "local_decisions": [] if session.client.emergency is None else session.client.emergency.state(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -204,7 +221,9 @@ class Guard:
         if "sampler" in state:
             session.sampler.generator.set_state(state["sampler"])
         session.controls.load(state, session.clock.step)
-        saved, mine = state.get("attempt"), session.options.attempt
+        if session.client.emergency is not None:
+            session.client.emergency.load(state.get("local_decisions", ()))
+        saved, mine = state.get("attempt"), session.builder.attempt.id
         if saved is None or saved == mine:
             parent, from_step = state.get("parent"), int(state.get("from_step", 0))
             session.own_steps = None
@@ -214,7 +233,7 @@ class Guard:
         session.builder.attempt = Attempt(id=mine, parent=parent, from_step=from_step)
 
 
-def _forget(client: Client, farewell: Farewell | None) -> None:
+def _forget(client: Client | Ranks, farewell: Farewell | None) -> None:
     """What is left to do when a guard's session ends or is collected with its model."""
     client.abandon()
     if farewell is not None:

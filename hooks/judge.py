@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import torch
 from torch import Tensor
 
-from fp8_safeguard.hooks import grouped, recompute, whatif
+from fp8_safeguard.hooks import channels, grouped, recompute, whatif
 from fp8_safeguard.hooks.layers import ObservedLayer, Part
 from fp8_safeguard.hooks.readable import version_of
 from fp8_safeguard.hooks.recompute import SAMPLED_ROWS, RowSampler
@@ -55,10 +55,12 @@ def fprop(
     """
     if not _takes_part(session, layer, x_TK):
         return
+    if looks_closely(session, layer):
+        channels.note(session, layer, "x", x_TK)
     real_TN = x_TK if y_TN is None else y_TN
     experts = _Experts(session, layer, Part.FPROP, offsets, x_TK.shape[0], w.shape[-2], x_TK.device)
 
-    weight = _codes(layer, w)
+    weight = codes_of(layer, w)
 
     def emulated(rows: Tensor | None, emulate: LinearPrecision | None) -> Tensor:
         if offsets is not None and experts.bounds is None:
@@ -99,8 +101,10 @@ def dgrad(
     """One input gradient: 64 of its rows, or all; dx is None where it is emulated."""
     if not _takes_part(session, layer, dy_TN) or (dx_TK is None and how.emulate is None):
         return
+    if looks_closely(session, layer):
+        channels.note(session, layer, "dy", dy_TN)
     judged: recompute.Judged = {"gain_K": how.gain_K, "emulate": how.emulate}
-    weight = _codes(layer, w)
+    weight = codes_of(layer, w)
     experts = _Experts(session, layer, Part.DGRAD, offsets, dy_TN.shape[0], w.shape[-1], dy_TN.device)
 
     def error(rows: Tensor | None) -> Tensor:
@@ -197,7 +201,7 @@ def place_of(w: Tensor) -> tuple[object, ...]:
     return w.data_ptr(), object() if version is None else version, w.shape, w.stride(), w.dtype
 
 
-def _codes(layer: ObservedLayer, w: Tensor) -> recompute.QuantisedWeight | None:
+def codes_of(layer: ObservedLayer, w: Tensor) -> recompute.QuantisedWeight | None:
     """The weight's codes, if they are of this very weight as it is now."""
     if layer.step.codes is None:
         return None

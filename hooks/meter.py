@@ -102,6 +102,10 @@ class Meter:
             self._operand_event = None
         self._operands += time.perf_counter() - begun
 
+    def operands_took(self, seconds: float) -> None:
+        """So much of the measurement in progress was statistics of operands, on a CPU."""
+        self._operands += seconds
+
     @property
     def now(self) -> float:
         """host_seconds with those of the section in progress."""

@@ -43,6 +43,8 @@ class _How(TypedDict):
     scale: str
     multiplier: float
     offsets: Tensor | None
+    tensor_scale: float | None
+    amax_floor: float
 
 
 def measure(
@@ -149,4 +151,6 @@ def _how(operand: OperandFormat, offsets: Tensor | None) -> _How:
         "scale": operand.scale,
         "multiplier": operand.multiplier,
         "offsets": offsets,
+        "tensor_scale": operand.tensor_scale,
+        "amax_floor": operand.amax_floor,
     }

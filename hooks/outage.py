@@ -33,6 +33,11 @@ class Outage:
         self._delivered = 0
         self._told: set[str] = set()
 
+    @property
+    def away(self) -> bool:
+        """Whether the server takes no samples, as far as is known."""
+        return self._since is not None and self._back is None
+
     def failed(self, answer: Answer, place: str) -> None:
         """The server did not take samples, which wait at that place."""
         if self._since is None:

@@ -23,30 +23,35 @@ class Recent:
         """How often a result was found."""
 
     def get(self, x: Tensor, how: Hashable, compute: Callable[[], Any]) -> Any:
-        """compute(), or what it returned for the same unchanged memory and the same `how` a moment ago.
+        """compute(), or what it returned for the same unchanged memory and the same `how` a moment ago."""
+        key = self.key(x, how)
+        result = self.find(key)
+        if result is None:
+            result = compute()
+            self.keep(key, x, result)
+        return result
 
-        A tensor is the same by its storage, place in it, dtype and version. The weak reference keeps the storage's
-        identity from being given to another one, not its memory.
-        """
-        key = _key(x, how)
-        if key is None:
-            return compute()
-        for known, storage, result in self._entries:
+    def key(self, x: Tensor, how: Hashable) -> Hashable | None:
+        """What `find` and `keep` know a tensor by: its storage, place in it, dtype and version; None where nothing does."""
+        if x.is_inference():
+            return None  # has no version: nobody knows whether it was changed
+        storage = x.untyped_storage()._cdata
+        return storage, x.storage_offset(), x.stride(), x.shape, x.dtype, x._version, how
+
+    def find(self, key: Hashable | None) -> Any:
+        """What was kept under that key, if its tensor's memory is still the same; else None."""
+        for known, storage, result in self._entries if key is not None else ():
             if known == key and not storage.expired():  # type: ignore[no-untyped-call]
                 self.hits += 1
                 return result
-        result = compute()
-        storage = StorageWeakRef(x.untyped_storage())  # type: ignore[no-untyped-call]
-        self._entries = [(key, storage, result), *self._entries[: _KEPT - 1]]
-        return result
+        return None
+
+    def keep(self, key: Hashable | None, x: Tensor, result: Any) -> None:
+        """Remember it. The weak reference keeps the storage's identity from being given to another one, not its memory."""
+        if key is not None:
+            storage = StorageWeakRef(x.untyped_storage())  # type: ignore[no-untyped-call]
+            self._entries = [(key, storage, result), *self._entries[: _KEPT - 1]]
 
     def clear(self) -> None:
         """The step is over."""
         self._entries = []
-
-
-def _key(x: Tensor, how: Hashable) -> Hashable | None:
-    if x.is_inference():
-        return None  # has no version: nobody knows whether it was changed
-    storage = x.untyped_storage()._cdata
-    return storage, x.storage_offset(), x.stride(), x.shape, x.dtype, x._version, how

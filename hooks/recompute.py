@@ -100,6 +100,7 @@ def weigh(w: Tensor, operand: OperandFormat) -> tuple[Tensor, QuantisedWeight | 
         vectors_EV, codes = tiles.measured_weight(w, operand)
         return vectors_EV, QuantisedWeight(codes, operand)
     how: Any = {"fmt": operand.fmt, "scale": operand.scale, "multiplier": operand.multiplier}
+    how |= {"tensor_scale": operand.tensor_scale, "amax_floor": operand.amax_floor}
     if w.dim() == 3:
         how["offsets"] = torch.arange(experts + 1, dtype=torch.int32, device=w.device) * features
     vectors = tensor_stats(w.reshape(-1, w.shape[-1]), layout="tile", **how)

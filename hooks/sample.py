@@ -66,6 +66,12 @@ class StepRecord:
     """Rows of Guard.coverage(), where they have changed since the last sample that carried them."""
     sampling: Mapping[str, Any] | None = None
     """What the overhead budget makes of the sampling now."""
+    divided: bool = False
+    """Whether the statistics of gradients are divided by the loss scale already."""
+    ranks: tuple[Mapping[str, Any], ...] = ()
+    """The worst slots of single ranks, where several are merged."""
+    dropped_elsewhere: int = 0
+    """Samples that other ranks have lost."""
     sample: Sample | None = None
     """The finished sample, once somebody has asked for it."""
 
@@ -98,14 +104,24 @@ class SampleBuilder:
                 self._once.failure("looking for breaches", error)
         return record.sample
 
+    def part(self, record: StepRecord) -> Sample:
+        """What this rank alone has measured in a step that it merges with others; nobody looks at it but the caller."""
+        return self._build(record)
+
+    def loss_scale(self, record: StepRecord) -> float:
+        """What the gradients of the step are to be divided by: 1 where nothing usable is known."""
+        if record.divided:
+            return 1.0
+        scale = record.notes.values.get("loss_scale", record.notes.found_scale)
+        number = 1.0 if scale is None else _as_float(scale)
+        return number if math.isfinite(number) and number > 0 else 1.0
+
     def _build(self, record: StepRecord) -> Sample:
         run = {name: _as_float(value) for name, value in record.notes.values.items()}
         if record.notes.found_scale is not None:
             run.setdefault("loss_scale", _as_float(record.notes.found_scale))
         self._leave_out_nonfinite(run)
-        loss_scale = run.get("loss_scale", 1.0)
-        usable = math.isfinite(loss_scale) and loss_scale > 0
-        listed = list(self._slots(record, loss_scale if usable else 1.0))
+        listed = list(self._slots(record, self.loss_scale(record)))
         columns, nulls = _columns([vector for _, _, vector in listed], [slot for slot, _, _ in listed])
         scalars = [
             {"layer": layer, "name": name, "value": _as_float(value)}
@@ -122,13 +138,14 @@ class SampleBuilder:
             plan_version=record.plan_version,
             effective_step=record.effective_step,
             overhead_ratio=record.overhead_ratio,
-            dropped=self.dropped,
+            dropped=self.dropped + record.dropped_elsewhere,
             slots=tuple(slot for slot, _, _ in listed),
             indices=tuple(index for _, index, _ in listed),
             columns=columns,
             nulls=nulls,
             run=run,
             scalars=tuple(scalars),
+            ranks=record.ranks,
             coverage=record.coverage,
             sampling=record.sampling,
         )
@@ -167,7 +184,7 @@ def _with_worst_expert(
     slot: Slot, part: Part, index: int, vectors_EV: Vector, loss_scale: float
 ) -> Iterator[tuple[Slot, int, Vector]]:
     if part in GRADIENT_PARTS and loss_scale != 1.0:
-        vectors_EV = _unscaled(vectors_EV, loss_scale)
+        vectors_EV = unscaled(vectors_EV, loss_scale)
     yield slot, index, _merged(vectors_EV)
     if len(vectors_EV) > 1:
         worst = _worst_expert(vectors_EV, gemm=part in GEMM_PARTS)
@@ -186,7 +203,8 @@ def _merged(vectors_EV: Vector) -> Vector:
     return merged
 
 
-def _unscaled(vectors_EV: Vector, loss_scale: float) -> Vector:
+def unscaled(vectors_EV: Vector, loss_scale: float) -> Vector:
+    """Statistics [E, V] of gradients as they are without that loss scale."""
     divided = vectors_EV.copy()
     for name, power in SCALE_POWER.items():
         divided[:, COLUMNS.index(name)] /= loss_scale**power

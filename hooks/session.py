@@ -19,17 +19,20 @@ from fp8_safeguard.hooks.clock import Clock, OwnOptimizers
 from fp8_safeguard.hooks.controls import Controls
 from fp8_safeguard.hooks.coverage import Coverage, coverage_rows
 from fp8_safeguard.hooks.layers import ObservedLayer, Part, emulated, format_of, rows_of
+from fp8_safeguard.hooks.norms import Norms
 from fp8_safeguard.hooks.once import OnceLog
 from fp8_safeguard.hooks.readable import capturing
 from fp8_safeguard.hooks.recent import Recent
 from fp8_safeguard.hooks.recompute import RowSampler
 from fp8_safeguard.hooks.sample import Notes, SampleBuilder, StepRecord
+from fp8_safeguard.hooks.scales import scale_scalars
 from fp8_safeguard.hooks.scaling import LossScale
 from fp8_safeguard.hooks.settings import Options
 from fp8_safeguard.hooks.uses import aside, unfinished
 
 if TYPE_CHECKING:
     from fp8_safeguard.hooks.client import Client
+    from fp8_safeguard.hooks.ranks import Ranks
 
 
 class Session:
@@ -42,7 +45,7 @@ class Session:
         options: Options,
         *,
         controls: Controls,
-        client: Client,
+        client: Client | Ranks,
         builder: SampleBuilder,
         once: OnceLog,
         optimizer: Optimizer | None,
@@ -82,6 +85,7 @@ class Session:
         """Threads may run one model at once: each of our sections has the frame and the layers for itself."""
         self._ours = OwnOptimizers(model, layers, optimizer)
         self._loss_scale = LossScale()
+        self._norms = Norms(once)
         self._ring: Ring | None = None
         self._notes = Notes()
         self._pending: StepRecord | None = None
@@ -209,6 +213,7 @@ class Session:
             self._close_inner()
             record, self._pending = self._pending, None
             if record is None:
+                self.client.step_is_final()
                 return
             begun = self.meter.begin()
             since = self.meter.now
@@ -321,6 +326,8 @@ class Session:
 
     def _record(self, number: int, frame: Frame, notes: Notes) -> StepRecord:
         notes.scalars.extend(unfinished(self.layers))
+        notes.scalars.extend(scale_scalars(self.layers))
+        notes.scalars.extend(self._norms.scalars(self.model()))
         return StepRecord(
             step=number,
             snapshot=frame.snapshot(),

@@ -20,6 +20,8 @@ from fp8_safeguard.monitor.thresholds import get_preset
 MODES = ("observe", "advise", "enforce")
 SPOOL_MAX_BYTES = 2**30
 """Most that the samples of one attempt and group take on disk, unless FP8_SAFEGUARD_SPOOL_MAX_BYTES says otherwise."""
+RANK_TIMEOUT_SECONDS = 30.0
+_LONGEST_SECONDS = 86400.0
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 # torchrun without --rdzv-id calls every job "none": no name at all.
 _NO_NAME = ("", "none")
@@ -56,6 +58,8 @@ class Options:
     """Whether an FP8 forward is emulated for layers that run in BF16."""
     spool_dir: Path | None
     """Folder where samples are kept until the server has them, and for good without a server; None keeps no file."""
+    rank_timeout: float
+    """Longest that a step boundary waits for the other ranks of the group, in seconds; then each reports for itself."""
     spool_max_bytes: int
     """Most that the samples on disk take, packed; beyond it the oldest are dropped and counted. Around them the file
     takes more: up to as much again for samples of a few kilobytes, and a log of some megabytes."""
@@ -81,6 +85,7 @@ def resolve(
     thresholds: str,
     spool_dir: str | os.PathLike[str] | None,
     shadow: bool,
+    rank_timeout: float = RANK_TIMEOUT_SECONDS,
 ) -> Options:
     """Fill in defaults from the environment and refuse what cannot work."""
     environment = os.environ
@@ -99,6 +104,7 @@ def resolve(
         mode=_one_of("mode", mode, MODES),
         thresholds=thresholds,
         shadow=_switch("shadow", shadow),
+        rank_timeout=_seconds("rank_timeout", rank_timeout),
         spool_dir=_spool_folder(spool_dir, with_server=server is not None),
         spool_max_bytes=_spool_limit(environment.get("FP8_SAFEGUARD_SPOOL_MAX_BYTES", "")),
     )
@@ -198,6 +204,13 @@ def _fraction(value: float | None) -> float | None:
         return None
     if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0.0 < value <= 1.0:
         raise OptionError(f"overhead_budget is {value!r}: give a fraction above 0 and up to 1, or None")
+    return float(value)
+
+
+def _seconds(name: str, value: float) -> float:
+    real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not real or not 0.0 < value <= _LONGEST_SECONDS:
+        raise OptionError(f"{name} is {value!r}: give seconds, above 0 and up to {_LONGEST_SECONDS:g}")
     return float(value)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fp8_safeguard.hooks import judge, operands
+from fp8_safeguard.hooks import judge, operands, together
 from fp8_safeguard.hooks.buffer import Frame
 from fp8_safeguard.hooks.layers import ObservedLayer, Part, StepState
 from fp8_safeguard.hooks.readable import is_freed, is_reason, unfit, version_of
@@ -168,16 +168,41 @@ def forward(
         return None
     count(session, layer, state)
     w, x_TK = call.w.detach(), call.x_TK.detach()
-    if not state.w_measured:
-        operands.measure_weight(session, layer, w if call.whole is None else call.whole.detach(), FOREIGN.w)
-        state.w_measured = True
-    if not repeats:
-        with layer.narrowed(frame, call.expert):
-            _measure(session, layer, call, x_TK, w)
+    if repeats or state.w_measured or not _measure_together(session, layer, call, x_TK, w):
+        _measure_apart(session, layer, call, x_TK, w, state, frame, repeats=bool(repeats))
+    state.w_measured = True
     kept_x = x_TK if call.needs_dw and judge.keeps_x(session, layer) else None
     if call.lent and kept_x is not None:
         kept_x = kept_x.clone()
     return Use(session, layer, state, call, w, kept_x)
+
+
+def _measure_together(
+    session: Session, layer: ObservedLayer, call: GemmCall, x_TK: Tensor, w: Tensor
+) -> bool:
+    """Weight, x and the output of a dense layer in one call, where there is one for them."""
+    if call.offsets is not None or call.expert is not None or call.whole is not None:
+        return False
+    y_TN, bias_N = (None if each is None else each.detach() for each in (call.y_TN, call.bias_N))
+    return together.fprop(session, layer, x_TK, w, y_TN, bias_N, FOREIGN, columns=call.needs_dw)
+
+
+def _measure_apart(
+    session: Session,
+    layer: ObservedLayer,
+    call: GemmCall,
+    x_TK: Tensor,
+    w: Tensor,
+    state: StepState,
+    frame: Frame,
+    *,
+    repeats: bool,
+) -> None:
+    if not state.w_measured:
+        operands.measure_weight(session, layer, w if call.whole is None else call.whole.detach(), FOREIGN.w)
+    if not repeats:
+        with layer.narrowed(frame, call.expert):
+            _measure(session, layer, call, x_TK, w)
 
 
 def _measure(session: Session, layer: ObservedLayer, call: GemmCall, x_TK: Tensor, w: Tensor) -> None:
@@ -287,14 +312,25 @@ class Use:
     def _measure(self, dy: Tensor) -> None:
         layer, session = self.layer, self.session
         dy_TN = (dy if self.arranged is None else self.arranged(dy)).detach().reshape(-1, self.w.shape[-2])
-        col = Part.DY_COL if self.needs_dw else None
-        operands.measure(session, layer, dy_TN, FOREIGN.dy, row=Part.DY_ROW, col=col, offsets=self.offsets)
-        if self._overwritten():
-            return
-        if self.needs_dx and not self._freed():
-            judge.dgrad(session, layer, dy_TN, self.w, None, _EMULATED, offsets=self.offsets)
+        dense = self.offsets is None and self.expert is None and self.needs_dx
+        overwritten = self._overwritten()
+        if overwritten or not dense or not self._measured_together(dy_TN):
+            col = Part.DY_COL if self.needs_dw else None
+            operands.measure(
+                session, layer, dy_TN, FOREIGN.dy, row=Part.DY_ROW, col=col, offsets=self.offsets
+            )
+            if overwritten:
+                return
+            if self.needs_dx and not self._freed():
+                judge.dgrad(session, layer, dy_TN, self.w, None, _EMULATED, offsets=self.offsets)
         if self.x_TK is not None:
             judge.wgrad(session, layer, dy_TN, self.x_TK, None, _EMULATED, offsets=self.offsets)
+
+    def _measured_together(self, dy_TN: Tensor) -> bool:
+        """dy and the emulated dgrad of a dense layer in one call, where there is one for them."""
+        if is_freed(self.w):
+            return False
+        return together.dgrad(self.session, self.layer, dy_TN, self.w, FOREIGN, columns=self.needs_dw)
 
     def _freed(self) -> bool:
         """Whether sharding has freed the weight again: its memory must not be read."""

@@ -15,42 +15,11 @@ from torch import Tensor
 from fp8_safeguard.hooks import recompute
 from fp8_safeguard.kernels import LinearPrecision, OperandFormat, round_trip
 from fp8_safeguard.kernels.codes import BLOCK
-from fp8_safeguard.monitor.plan import ACTIONS
 from fp8_safeguard.monitor.slots import GEMM_OPERANDS
-
-PLAIN = "fp8"
-"""Name of the variant that is no alternative: the configured precision, emulated."""
+from fp8_safeguard.monitor.whatifs import PLAIN as PLAIN
+from fp8_safeguard.monitor.whatifs import VARIANTS, Variant
 
 MX_BLOCK = 32
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Variant:
-    """One alternative to how a GEMM's operands are quantised."""
-
-    action: str | None
-    """Action of the plan entry that would bring it about; `blocks` is none of those: only people can change block
-    shapes. None for the variant that changes nothing."""
-    operand: str | None = None
-    """What it changes; None for every operand of the GEMM."""
-    value: str | float | None = None
-    """The action's value, as a plan entry takes it: absolute, not relative to what is configured."""
-    meaning: str
-    """What is measured, for people."""
-
-    @property
-    def plannable(self) -> bool:
-        """Whether a plan entry can bring it about."""
-        return self.action in ACTIONS
-
-    def form(self, operand: str, configured: OperandFormat) -> Form:
-        """How it quantises that operand."""
-        if self.action is None or self.operand not in (None, operand):
-            return Form(configured)
-        if self.action in _FIELD:
-            change: dict[str, Any] = {_FIELD[self.action]: self.value}
-            return Form(replace(configured, **change))
-        return Form(configured, "bf16" if self.action == "bf16_fallback" else str(self.value))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,62 +32,15 @@ class Form:
     summed dimension, with power-of-two scales. `bf16`: no FP8 at all."""
 
 
-_FIELD = {"format": "fmt", "scale_rounding": "scale", "scale_multiplier": "multiplier"}
-
-
-def _multipliers(operand: str) -> dict[str, Variant]:
-    """Scales of one operand that are smaller (less underflow, saturation) or larger (head-room, more underflow)."""
-    wants = {-12: "4096 times smaller", -4: "16 times smaller", 4: "16 times larger"}
-    return {
-        f"{operand}_multiplier_2^{power}": Variant(
-            action="scale_multiplier",
-            operand=operand,
-            value=2.0**power,
-            meaning=f"scales of {operand} {words} than its blocks' amax asks for",
-        )
-        for power, words in wants.items()
-    }
-
-
-VARIANTS: dict[str, Variant] = {
-    PLAIN: Variant(
-        action=None,
-        meaning="the configured precision, emulated on the rows that the alternatives are measured on",
-    ),
-    "bf16": Variant(
-        action="bf16_fallback", meaning="the GEMM in BF16: operands and result rounded to BF16, no FP8"
-    ),
-    "e5m2": Variant(action="format", value="e5m2", meaning="both operands of the GEMM in E5M2"),
-    "x_e5m2": Variant(action="format", operand="x", value="e5m2", meaning="x in E5M2"),
-    "w_e5m2": Variant(action="format", operand="w", value="e5m2", meaning="w in E5M2"),
-    "dy_e5m2": Variant(action="format", operand="dy", value="e5m2", meaning="dy in E5M2"),
-    "e4m3": Variant(
-        action="format", value="e4m3", meaning="both operands in E4M3, where the configuration is not"
-    ),
-    "pow2": Variant(action="scale_rounding", value="pow2", meaning="scales rounded up to powers of two"),
-    "fp32": Variant(
-        action="scale_rounding", value="fp32", meaning="float32 scales, where the configuration has others"
-    ),
-    "multiplier_2^0": Variant(
-        action="scale_multiplier",
-        value=1.0,
-        meaning="scales as the amax asks, where the configuration has a multiplier",
-    ),
-    **_multipliers("x"),
-    **_multipliers("dy"),
-    "x_tile128": Variant(
-        action="blocks", operand="x", value="128x128", meaning="x in 128x128 blocks, as weights are"
-    ),
-    "dy_tile128": Variant(
-        action="blocks", operand="dy", value="128x128", meaning="dy in 128x128 blocks, as weights are"
-    ),
-    "tensor": Variant(action="blocks", value="tensor", meaning="one scale for each whole operand"),
-    "mx32": Variant(
-        action="blocks", value="1x32", meaning="MXFP8: blocks of 32 along the summed dimension, power-of-two scales"
-    ),
-}  # fmt: skip
-"""Every alternative by the name that its slots carry. One that a GEMM's operands have nothing to do with, or that would
-change nothing about what is configured, is not measured there."""
+_FIELD = {
+    "format": "fmt",
+    "scale_rounding": "scale",
+    "scale_multiplier": "multiplier",
+    "margin": "margin",
+    "amax_history": "amax_history",
+}
+_OF_WHOLE_OPERANDS = ("margin", "amax_history")
+"""Actions that mean nothing to block scales."""
 
 
 Forms = Mapping[str, tuple[Form, Form]]
@@ -141,8 +63,40 @@ def alternatives(gemm: str, precision: LinearPrecision) -> dict[str, tuple[Form,
 
 
 def _forms(variant: Variant, gemm: str, precision: LinearPrecision) -> tuple[Form, Form]:
-    left, right = (variant.form(operand, getattr(precision, operand)) for operand, _ in GEMM_OPERANDS[gemm])
+    left, right = (
+        form_of(variant, operand, getattr(precision, operand)) for operand, _ in GEMM_OPERANDS[gemm]
+    )
     return left, right
+
+
+def form_of(variant: Variant, operand: str, configured: OperandFormat) -> Form:
+    """How a variant quantises that operand."""
+    if variant.action is None or variant.operand not in (None, operand):
+        return Form(configured)
+    if variant.action in _FIELD:
+        if variant.action in _OF_WHOLE_OPERANDS and configured.scaling == "block":
+            return Form(configured)
+        value = int(variant.value or 0) if variant.action in _OF_WHOLE_OPERANDS else variant.value
+        change: dict[str, Any] = {_FIELD[variant.action]: value}
+        return Form(replace(configured, **change))
+    if variant.action == "bf16_fallback":
+        return Form(configured, "bf16")
+    return _in_blocks(str(variant.value), configured)
+
+
+def _in_blocks(blocks: str, configured: OperandFormat) -> Form:
+    """The operand with scales from its amax now, in blocks of that shape: no history, margin or floor is in them.
+
+    An operand with block scales is `block` already, one with a scale for the whole is `tensor`, and `fresh` is for those.
+    """
+    if blocks == ("block" if configured.is_plain else "tensor") or (
+        blocks == "fresh" and configured.is_plain
+    ):
+        return Form(configured)
+    unaided = configured
+    if not configured.is_plain:
+        unaided = OperandFormat(fmt=configured.fmt, scale=configured.scale)
+    return Form(unaided, {"block": "", "fresh": "tensor"}.get(blocks, blocks))
 
 
 def coarsest(forms: tuple[Form, Form]) -> str:

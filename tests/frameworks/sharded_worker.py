@@ -120,10 +120,10 @@ def train(way: str, *, observed: bool) -> tuple[list[torch.Tensor], dict[str, An
     model.checkpointed = way.startswith("checkpointed")
     guard, samples = None, []
     if observed and before:
-        guard = attach(model, every=1, recompute=8)
+        guard = attach(model, every=1, recompute=8, group=str(dist.get_rank()), groups=2)
     wrapped = wrap(model)
     if observed and not before:
-        guard = attach(model, every=1, recompute=8)
+        guard = attach(model, every=1, recompute=8, group=str(dist.get_rank()), groups=2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     torch.manual_seed(10 + dist.get_rank())
     tensors: list[torch.Tensor] = []

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from fp8_safeguard.hooks import Guard, attach
+from fp8_safeguard.hooks.clock import OptimizerHook
 from fp8_safeguard.monitor.stats import TensorStats
 from fp8_safeguard.monitor.wire import Sample, columns_for, parse_sample
 
@@ -60,7 +61,8 @@ def no_trace_left() -> Iterator[None]:
 
     before = dict(optimizer._global_optimizer_post_hooks)
     yield
-    left = [hook for key, hook in optimizer._global_optimizer_post_hooks.items() if key not in before]
+    hooks = {key: hook for key, hook in optimizer._global_optimizer_post_hooks.items() if key not in before}
+    left = [hook for hook in hooks.values() if isinstance(hook, OptimizerHook)]
     optimizer._global_optimizer_post_hooks.clear()
     optimizer._global_optimizer_post_hooks.update(before)
     assert all(hook._on_step() is None for hook in left), "a guard was not detached"

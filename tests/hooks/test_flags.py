@@ -16,6 +16,7 @@ from fp8_safeguard.hooks.flags import (
     FLAGGED_LAYERS,
     LONGEST_WAIT,
     LOOKS_AT_ONCE,
+    TREATED_EVERY,
     Flags,
 )
 from fp8_safeguard.hooks.layers import ObservedLayer, Part
@@ -220,9 +221,25 @@ class TestServer:
         assert watched.flags.layers == ("7", "3")
         assert watched.see() == ("7", "3")
 
+    def test_layers_that_a_plan_changes_are_looked_at_in_turn(self, watched: Watched) -> None:
+        """Nothing else shows whether they still need it. What runs in BF16 is emulated in every sample."""
+        entries = [
+            {"layer": name, "action": action}
+            for name, action in (("5", "format"), ("2", "scale_multiplier"), ("7", "bf16_fallback"), ("no such", "format"))
+        ]  # fmt: skip
+        watched.flags.hear({"plan": {"version": 1, "entries": entries}})
+        seen = [watched.see(everywhere=False) for _ in range(2 * TREATED_EVERY)]
+        assert next(filter(None, seen)) == ("5",)
+        assert seen.index(("5",)) == TREATED_EVERY - 1
+        assert watched.flags.layers == ("5", "2")
+        watched.flags.hear({"plan": None})
+        assert [watched.see() for _ in range(FLAG_SAMPLES)][-1] == ()
+        watched.flags.hear({"plan": {"version": 2, "entries": []}})
+        assert {watched.see() for _ in range(2 * TREATED_EVERY)} == {()}
+
     @pytest.mark.parametrize(
         "reply",
-        [{}, {"alerts": None}, {"alerts": "3"}, {"alerts": [None, 3, {}]}, {"decisions": [{"layer": "no such"}]},
+        [{}, {"alerts": None}, {"plan": {"entries": [None, {"layer": ["3"]}]}}, {"alerts": "3"}, {"alerts": [None, 3, {}]}, {"decisions": [{"layer": "no such"}]},
          {"alerts": [{"layer": ["3"]}]}],
     )  # fmt: skip
     def test_what_cannot_be_read_flags_nothing(self, watched: Watched, reply: dict[str, Any]) -> None:

@@ -124,12 +124,13 @@ def test_a_step_that_never_ends_is_no_sample(watch: Watch, endpoint: Any) -> Non
 def test_a_fault_of_ours_in_a_backward_is_not_the_trainings(
     both: Both, read: Read, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from fp8_safeguard.hooks import judge
+    from fp8_safeguard.hooks import judge, together
 
     def broken(*arguments: object, **options: object) -> None:
         raise RuntimeError("no gradient of ours")
 
     monkeypatch.setattr(judge, "dgrad", broken)
+    monkeypatch.setattr(together.native_use, "fits", lambda *operands: False)
 
     def drive(model: nn.Module) -> None:
         optimizer = torch.optim.SGD(model.parameters(), 0.1)

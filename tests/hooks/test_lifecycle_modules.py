@@ -139,7 +139,7 @@ def test_a_model_that_changes_its_dtype_after_attach(
 def test_one_input_of_several_layers_is_read_once(
     both: Both, read: Read, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fp8_safeguard.hooks import operands
+    from fp8_safeguard.hooks import operands, together
 
     class Attention(nn.Module):
         def __init__(self) -> None:
@@ -151,6 +151,13 @@ def test_one_input_of_several_layers_is_read_once(
 
     real, sizes = operands.layout_stats, []
     monkeypatch.setattr(operands, "layout_stats", lambda x, **how: (sizes.append(x.sum()), real(x, **how))[1])
+    measure = together.native_use.measure
+
+    def counted(x: torch.Tensor, *arguments: Any, wants: tuple[bool, bool], **how: Any) -> Any:
+        sizes.extend([x.sum()] * wants[0])
+        return measure(x, *arguments, wants=wants, **how)
+
+    monkeypatch.setattr(together.native_use, "measure", counted)
     got = read(both(Attention, lambda model: step(model, torch.randn(4, 8))))
     assert got["q x row"] == got["k x row"] == got["v x row"]
     assert got["q x col"] == got["k x col"] == got["v x col"]

@@ -109,7 +109,7 @@ def test_b16_a_forward_without_backward_is_freed(watch: Watch) -> None:
 def test_a_fault_of_ours_is_one_log_line_and_training_goes_on(
     watch: Watch, train: Train, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from fp8_safeguard.hooks import operands
+    from fp8_safeguard.hooks import operands, together
 
     def broken(*arguments: object, **options: object) -> torch.Tensor:
         raise RuntimeError("kernel is broken")
@@ -120,6 +120,7 @@ def test_a_fault_of_ours_is_one_log_line_and_training_goes_on(
     for name in ("tensor_stats", "layout_stats"):
         monkeypatch.setattr(operands, name, broken)
     monkeypatch.setattr(operands.recompute, "weigh", broken)
+    monkeypatch.setattr(together.native_use, "measure", broken)
     train(model, optimizer, 3)
     lines = [r.message for r in caplog.records if "kernel is broken" in r.message]
     assert len(lines) == len(set(lines)) == 2  # the forward and the backward

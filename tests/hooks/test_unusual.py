@@ -11,7 +11,7 @@ import torch
 import torch._dynamo
 from torch import Tensor, nn
 
-from fp8_safeguard.hooks import Guard, operands
+from fp8_safeguard.hooks import Guard, operands, together
 
 Both = Callable[..., Guard]
 Read = Callable[[Guard], Any]
@@ -195,6 +195,7 @@ def test_a_step_does_not_end_within_a_measurement_of_another_thread(
         return real(*arguments, **keywords)
 
     monkeypatch.setattr(operands, "layout_stats", slow)
+    monkeypatch.setattr(together.native_use, "fits", lambda *operands: False)
     worker = threading.Thread(target=model, args=(torch.randn(4, 8),))
     worker.start()
     assert measuring.wait(10)
