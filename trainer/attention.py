@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -38,6 +40,16 @@ class Attention(nn.Module):
         cos_SC, sin_SC = rotary_table(config.sequence_length, self.head_dim, config.rope_base)
         self.register_buffer("cos_SC", cos_SC, persistent=False)
         self.register_buffer("sin_SC", sin_SC, persistent=False)
+
+    @torch.no_grad()
+    def logit_scalars(self) -> dict[str, float]:
+        """`qk_logit_max`: what no logit |q k^T| / sqrt(C) can exceed, sqrt(C) max|gain of q| max|gain of k|.
+
+        QKNorm gives each head's channels a mean square of 1 before the gain, and the rotation keeps its norm, so that
+        |q| <= sqrt(C) max|gain|; then Cauchy-Schwarz. From the gains alone: it costs no pass over the tokens.
+        """
+        largest = self.q_norm.gain.abs().max() * self.k_norm.gain.abs().max()
+        return {"qk_logit_max": math.sqrt(self.head_dim) * float(largest)}
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         """bfloat16 [B, S, D] to the same."""

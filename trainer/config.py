@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from fp8_safeguard.trainer.errors import ConfigError
-from fp8_safeguard.trainer.faults import OutlierDrift
+from fp8_safeguard.trainer.faults import Fault, fault_from_mapping
 from fp8_safeguard.trainer.presets import PRESETS
 
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 PRECISIONS = ("fp8", "bf16")
+SCALINGS = ("block", "tensor", "delayed")
 MODES = ("observe", "advise", "enforce")
 # What a fork may change: everything that leaves the weights, the optimizer and the data as they were.
 FORK_FIELDS = frozenset(
@@ -23,6 +24,10 @@ FORK_FIELDS = frozenset(
         "run",
         "attempt",
         "precision",
+        "scaling",
+        "amax_history",
+        "margin",
+        "initial_scale",
         "fault",
         "learning_rate",
         "warmup_steps",
@@ -112,8 +117,17 @@ class TrainConfig:
 
     precision: str = "fp8"
     """'fp8': block-wise E4M3 in every linear GEMM but router and head; 'bf16': none of them."""
-    fault: OutlierDrift | None = None
-    """Numerical fault to inject, for demonstrations and tests; None trains normally."""
+    scaling: str = "block"
+    """Scales of all FP8 operands: 'block' (one a block, from its amax now), 'tensor' (one an operand) or 'delayed' (one an
+    operand, from the amax of earlier steps)."""
+    amax_history: int = 16
+    """Steps that delayed scaling remembers (--fp8-amax-history-len)."""
+    margin: int = 0
+    """Octaves of head-room of a scale for a whole operand."""
+    initial_scale: float | None = None
+    """Delayed scaling's scale before it has seen an amax; None takes the operand's amax then."""
+    fault: Fault | None = None
+    """Fault to inject, for demonstrations and tests (trainer.faults.KINDS); None trains normally."""
     threads: int = 1
     """CPU threads of torch while run() or evaluate() works; the caller's number is put back afterwards."""
 
@@ -190,7 +204,7 @@ class TrainConfig:
                 raise ConfigError(_unknown(name, known))
         chosen = dict(values)
         if isinstance(chosen.get("fault"), Mapping):
-            chosen["fault"] = OutlierDrift.from_mapping(chosen["fault"])
+            chosen["fault"] = fault_from_mapping(chosen["fault"])
         return cls(**chosen)
 
     @classmethod
@@ -246,12 +260,15 @@ def _wrong_types(config: TrainConfig) -> Iterator[str]:
         if name == "str | None":
             if value is not None and not isinstance(value, str):
                 yield f"{f.name} is {value!r}; it must be text or None"
+        elif name == "float | None":
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+                yield f"{f.name} is {value!r}; it must be a number or None"
         elif name in allowed:
             right = isinstance(value, allowed[name]) and (name == "bool" or not isinstance(value, bool))
             if not right:
                 yield f"{f.name} is {value!r}; it must be of type {name}"
-    if config.fault is not None and not isinstance(config.fault, OutlierDrift):
-        yield f"fault is {config.fault!r}; it must be an OutlierDrift or None"
+    if config.fault is not None and not isinstance(config.fault, Fault):
+        yield f"fault is {config.fault!r}; it must be a Fault of trainer.faults or None"
 
 
 _MINIMUM = {
@@ -300,14 +317,24 @@ def _out_of_range(config: TrainConfig) -> Iterator[str]:
     for name in _BELOW_ONE:
         if not 0 < getattr(config, name) < 1:
             yield f"{name} is {getattr(config, name)}; it must lie between 0 and 1"
-    for name, choices in (("precision", PRECISIONS), ("mode", MODES)):
+    for name, choices in (("precision", PRECISIONS), ("scaling", SCALINGS), ("mode", MODES)):
         if getattr(config, name) not in choices:
             yield f"{name} is {getattr(config, name)!r}; it must be one of {', '.join(choices)}"
+    if not -64 <= config.margin <= 64:
+        yield f"margin is {config.margin}; it must be -64 to 64"
+    if not 1 <= config.amax_history <= 65_536:
+        yield f"amax_history is {config.amax_history}; it must be 1 to 65536"
+    if config.initial_scale is not None and not 2.0**-149 <= config.initial_scale <= 2.0**127:
+        yield f"initial_scale is {config.initial_scale}; it must be above 0, 2^-149 to 2^127, or None"
     if not RUN_ID.fullmatch(config.run):
         yield f"run is {config.run!r}; it must match {RUN_ID.pattern}"
 
 
 def _contradictions(config: TrainConfig) -> Iterator[str]:
+    if config.scaling == "block" and config.margin:
+        yield f"margin is {config.margin}, but scaling is 'block', which has none: set scaling to 'tensor' or 'delayed'"
+    if config.scaling != "delayed" and config.initial_scale is not None:
+        yield f"initial_scale is {config.initial_scale}, but scaling is {config.scaling!r}: only 'delayed' begins with one"
     if config.heads >= 1 and config.d_model % config.heads:
         yield f"d_model {config.d_model} is not a multiple of heads {config.heads}"
     elif config.heads >= 1 and config.head_dim % 2:

@@ -78,12 +78,17 @@ class Batch:
 
     tokens_NS: Tensor
     targets_NS: Tensor
+    weights_NS: Tensor | None = None
+    """float32 [N, S]: what each target's loss counts, of mean 1; None counts every one as 1."""
 
     def split(self, sequences: int) -> Iterator[Batch]:
         """Parts of `sequences` each, the last one perhaps smaller."""
         for start in range(0, len(self.tokens_NS), sequences):
             part = slice(start, start + sequences)
-            yield Batch(tokens_NS=self.tokens_NS[part], targets_NS=self.targets_NS[part])
+            weights_NS = None if self.weights_NS is None else self.weights_NS[part]
+            yield Batch(
+                tokens_NS=self.tokens_NS[part], targets_NS=self.targets_NS[part], weights_NS=weights_NS
+            )
 
 
 class ByteCorpus:

@@ -112,13 +112,15 @@ def run_interruptible(
     """
     with StopSignals() as stop:
         trainer.run(until_step, on_step, stop=stop)
-        if stop.received is None or trainer.step >= until_step:
+        if trainer.step >= until_step:
             return None
+        # The signal may have come to another rank first: all of them stop together.
+        received = trainer.replicas.largest(stop.received or 0)
         checkpoint = trainer.save_at_stop(save)
         ailments = tuple(trainer.ailments())
         trainer.close(finished=False)
     return Interruption(
-        signal=stop.received,
+        signal=signal.Signals(received),
         step=trainer.step,
         until_step=until_step,
         checkpoint=checkpoint,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fp8_safeguard.kernels import Fp8GroupedLinear, Fp8Linear, LinearPrecision
+from fp8_safeguard.kernels import Fp8GroupedLinear, Fp8Linear, LinearPrecision, OperandFormat
 from fp8_safeguard.trainer.attention import Attention
 from fp8_safeguard.trainer.config import TrainConfig
 from fp8_safeguard.trainer.data import VOCABULARY
@@ -18,14 +18,24 @@ from fp8_safeguard.trainer.moe import MixtureOfExperts, Router
 # training starts at the loss of a uniform guess.
 _DEVIATION: dict[str, float] = {"embedding.weight": 1.0, "head": 0.02}
 
+_BLOCKS = OperandFormat()
+
 # Shapes: B sequences, S positions, D model width, V vocabulary.
 
 
-def linear_precision(name: str) -> LinearPrecision:
-    """'fp8' or 'bf16' in all three GEMMs."""
-    if name == "fp8":
-        return LinearPrecision()
-    return LinearPrecision(fprop="bf16", dgrad="bf16", wgrad="bf16")
+def linear_precision(name: str, operand: OperandFormat = _BLOCKS) -> LinearPrecision:
+    """'fp8' or 'bf16' in all three GEMMs, their operands in that format."""
+    return LinearPrecision(fprop=name, dgrad=name, wgrad=name, x=operand, w=operand, dy=operand)
+
+
+def operand_format(config: TrainConfig) -> OperandFormat:
+    """How every operand of an FP8 GEMM gets its scales."""
+    return OperandFormat(
+        scaling=config.scaling,
+        amax_history=config.amax_history,
+        margin=config.margin,
+        initial_scale=config.initial_scale,
+    )
 
 
 class Norm(nn.Module):
@@ -67,7 +77,7 @@ class LanguageModel(nn.Module):
 
     def __init__(self, config: TrainConfig) -> None:
         super().__init__()
-        precision = linear_precision(config.precision)
+        precision = linear_precision(config.precision, operand_format(config))
         self.embedding = nn.Embedding(VOCABULARY, config.d_model)
         self.blocks = nn.ModuleList(Block(config, precision) for _ in range(config.layers))
         self.norm = Norm(config.d_model, config.norm_epsilon)
@@ -93,10 +103,13 @@ class LanguageModel(nn.Module):
             x_BSD = block(x_BSD)
         return F.linear(self.norm(x_BSD), self.head)
 
-    def loss(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
-        """Mean cross entropy in nats, a float32 scalar."""
+    def loss(self, tokens_BS: Tensor, targets_BS: Tensor, weights_BS: Tensor | None = None) -> Tensor:
+        """Mean cross entropy in nats, a float32 scalar; with weights each token's counts as much."""
         logits_BSV = self(tokens_BS)
-        return F.cross_entropy(logits_BSV.flatten(0, 1), targets_BS.flatten())
+        if weights_BS is None:
+            return F.cross_entropy(logits_BSV.flatten(0, 1), targets_BS.flatten())
+        loss_T = F.cross_entropy(logits_BSV.flatten(0, 1), targets_BS.flatten(), reduction="none")
+        return (loss_T * weights_BS.flatten()).mean()
 
     def linears(self) -> dict[str, Fp8Linear | Fp8GroupedLinear]:
         """The layers with FP8 GEMMs, by name, in forward order of their definition."""
@@ -106,3 +119,7 @@ class LanguageModel(nn.Module):
     def routers(self) -> dict[str, Router]:
         """The routers, by name."""
         return {name: module for name, module in self.named_modules() if isinstance(module, Router)}
+
+    def attentions(self) -> dict[str, Attention]:
+        """The attention modules, by name."""
+        return {name: module for name, module in self.named_modules() if isinstance(module, Attention)}

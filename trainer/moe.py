@@ -71,11 +71,12 @@ class Router(nn.Module):
         self.load_E.zero_()
 
     def load_scalars(self) -> dict[str, float]:
-        """`entropy` of the load since balance() (1 is even, 0 one expert) and `load_max` (busiest over mean)."""
+        """Load since balance(): `entropy` (1 even, 0 one expert), `load_max` and `load_min` (busiest, idlest over mean)."""
         share_E = self.load_E.to(torch.float64) / max(int(self.load_E.sum()), 1)
         # With one expert the entropy is 0 of at most 0: as even as it can be is not worth a special value.
         entropy = float(torch.special.entr(share_E).sum()) / math.log(max(share_E.numel(), 2))
-        return {"entropy": entropy, "load_max": float(share_E.max()) * share_E.numel()}
+        low, high = (float(share) * share_E.numel() for share in share_E.aminmax())
+        return {"entropy": entropy, "load_max": high, "load_min": low}
 
 
 class SharedExpert(nn.Module):

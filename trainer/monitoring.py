@@ -11,7 +11,8 @@ from torch import nn
 
 from fp8_safeguard import hooks
 from fp8_safeguard.kernels import Fp8GroupedLinear, Fp8Linear
-from fp8_safeguard.monitor.plan import Plan
+from fp8_safeguard.monitor.plan import Plan, PlanEntry
+from fp8_safeguard.trainer import smoothing
 from fp8_safeguard.trainer.attempts import Attempt
 from fp8_safeguard.trainer.config import TrainConfig
 from fp8_safeguard.trainer.model import LanguageModel
@@ -48,6 +49,7 @@ class Monitoring:
                 thresholds=config.thresholds,
                 filter=_runs_in_fp8,
             )
+            self.guard.carries_out(smoothing.ACTION)
 
     def begin(self, step: int, attempt: Attempt, saved: dict[str, Any] | None) -> None:
         """Count from `step` on; continue the `saved` guard of the attempt's parent, plan included, if there is one."""
@@ -59,12 +61,14 @@ class Monitoring:
         self.guard.load_state_dict(saved if own and saved is not None else fresh)
 
     def report(self, model: LanguageModel, values: dict[str, float]) -> None:
-        """Loss, gradient norm, learning rate, tokens, and each router's load, of the step in progress."""
+        """Loss, gradient norm, learning rate, tokens of the step in progress; routers' load and attention's logits."""
         if self.guard is None:
             return
         self.guard.log(**values)
-        for name, router in model.routers().items():
-            for key, value in router.load_scalars().items():
+        found = {name: router.load_scalars() for name, router in model.routers().items()}
+        found |= {name: attention.logit_scalars() for name, attention in model.attentions().items()}
+        for name, scalars in found.items():
+            for key, value in scalars.items():
                 self.guard.log_scalar(name, key, value)
 
     def end_step(self, step: int, skipped_steps: int) -> None:
@@ -101,9 +105,13 @@ class Monitoring:
         """The guard's state for a checkpoint."""
         return None if self.guard is None else self.guard.state_dict()
 
+    def plan_entries(self) -> tuple[PlanEntry, ...]:
+        """Entries of the plan in force; none in observe."""
+        return () if self.guard is None else self.guard.plan.entries
+
     def fallbacks(self) -> int:
-        """Entries of the plan in force."""
-        return 0 if self.guard is None else len(self.guard.plan.entries)
+        """How many there are."""
+        return len(self.plan_entries())
 
     def close(self, *, finished: bool) -> None:
         """Send what is left and take the guard off the model; `finished` if the run has ended by itself."""

@@ -32,12 +32,22 @@ _TINY: Mapping[str, Any] = {
     "warmup_steps": 5,
 }
 
-# The evidence: BF16's own hyper-parameters, unchanged (Ling 2.0, section 5).
-_LING: Mapping[str, Any] = {"run": "ling", "clip_norm": 1.0, "weight_decay": 0.1, "warmup_steps": 2000}
+# The evidence: BF16's own hyper-parameters, unchanged, and scales of blocks (Ling 2.0, section 5).
+_LING: Mapping[str, Any] = {
+    "run": "ling",
+    "clip_norm": 1.0,
+    "weight_decay": 0.1,
+    "warmup_steps": 2000,
+    "scaling": "block",
+}
 
-# The retold recipe: learning rate 1.5 times BF16's, clip 0.8, warm-up 2000, accumulation 8.
+# The retold recipe: learning rate 1.5 times BF16's, clip 0.8, warm-up 2000, accumulation 8; delayed scaling from a scale
+# of 1.0, with the amax of 1024 steps.
 _SEED: Mapping[str, Any] = {
     "run": "seed",
+    "scaling": "delayed",
+    "amax_history": 1024,
+    "initial_scale": 1.0,
     "learning_rate": 3e-3,
     "clip_norm": 0.8,
     "warmup_steps": 2000,

@@ -18,6 +18,7 @@ from fp8_safeguard.trainer import attempts, checkpoint, health
 from fp8_safeguard.trainer.attempts import Attempt
 from fp8_safeguard.trainer.config import TrainConfig
 from fp8_safeguard.trainer.data import Batch, ByteCorpus, load_text
+from fp8_safeguard.trainer.distributed import Replicas
 from fp8_safeguard.trainer.errors import CheckpointError, ConfigError
 from fp8_safeguard.trainer.health import LossLevel
 from fp8_safeguard.trainer.model import LanguageModel
@@ -29,6 +30,7 @@ from fp8_safeguard.trainer.optimizer import (
     set_hyperparameters,
 )
 from fp8_safeguard.trainer.recovery import Recovery
+from fp8_safeguard.trainer.smoothing import GradientSmoothing
 
 logger = logging.getLogger("fp8_safeguard")
 
@@ -65,11 +67,14 @@ class Trainer:
 
     def __init__(self, config: TrainConfig) -> None:
         """Start from the beginning. A `checkpoint_dir` that has seen this run gets a new attempt, not the old ones."""
-        self._build(config)
-        self._watch(attempts.first(config.run, config.attempt, config.checkpoint_dir), None)
+        self._build(config, Replicas.join())
+        self._watch(self._first_attempt(), None)
 
-    def _build(self, config: TrainConfig) -> None:
+    def _build(self, config: TrainConfig, replicas: Replicas) -> None:
+        replicas.check(config)
         self.config = config
+        self.replicas = replicas
+        """The ranks that train together."""
         name, text = load_text(config.corpus)
         self.corpus = ByteCorpus(
             name,
@@ -80,6 +85,7 @@ class Trainer:
         )
         self.model = LanguageModel(config)
         self.optimizer = build_optimizer(self.model, config)
+        self.smoothing = GradientSmoothing(self.model)
         self.step = 0
         """Completed steps, skipped ones included; also the number of the next step."""
         self.position = 0
@@ -94,6 +100,10 @@ class Trainer:
         """The newest step of this process."""
         self._level = LossLevel()
         self._recovery = Recovery(config=config)
+
+    def _first_attempt(self) -> Attempt:
+        run, wanted, folder = self.config.run, self.config.attempt, self.config.checkpoint_dir
+        return self.replicas.first(lambda: attempts.first(run, wanted, folder))
 
     def _watch(self, attempt: Attempt, guard: dict[str, Any] | None) -> None:
         """Begin an attempt: from here on the monitor looks on, with the `guard` state of a checkpoint if it has one."""
@@ -115,7 +125,7 @@ class Trainer:
             raise ConfigError(f"until_step is {until_step}, but {self.step} steps are already complete")
         reports = []
         with _threads(self.config.threads):
-            while self.step < until_step and not stop():
+            while self.step < until_step and not self.replicas.largest(stop()):
                 reports.append(self._train_step())
                 if on_step is not None:
                     on_step(reports[-1])
@@ -136,7 +146,8 @@ class Trainer:
 
     def save(self, path: str | Path) -> Path:
         """Write an exact checkpoint: a run loaded from it continues bit for bit. Atomic and durable."""
-        return checkpoint.write(path, self._state(self.ailments()))
+        state = self._state(self.ailments())
+        return self.replicas.first(lambda: checkpoint.write(path, state))
 
     def save_at_stop(self, fallback: Path | None = None) -> Path | None:
         """Write a checkpoint now, in the run's folder, else to `fallback`; where to resume from.
@@ -157,8 +168,8 @@ class Trainer:
         which starts under an empty plan and, unless it is given a checkpoint_dir, writes no periodic checkpoints;
         `precision`, `fault`, `mode` and `server` make the arms of a comparison from one start.
         """
-        path = Path(path)
-        path = checkpoint.latest(path) if path.is_dir() else path
+        replicas, given = Replicas.join(), Path(path)
+        path = replicas.first(lambda: checkpoint.latest(given) if given.is_dir() else given)
         state = checkpoint.read(path)
         if state["ailments"]:
             logger.warning("%s is not healthy: %s", path, "; ".join(state["ailments"]))
@@ -167,11 +178,10 @@ class Trainer:
         changes = {"attempt": "0", "checkpoint_dir": None, **overrides} if fork else overrides
         trainer = cls.__new__(cls)
         # A checkpoint knows no token, so one given here belongs to the server given here or saved there.
-        trainer._build(saved.fork(**changes))
+        trainer._build(saved.fork(**changes), replicas)
         trainer._restore(state, path)
-        config = trainer.config
         if fork:
-            trainer._watch(attempts.first(config.run, config.attempt, config.checkpoint_dir), None)
+            trainer._watch(trainer._first_attempt(), None)
         else:
             trainer._watch(trainer._child(path, state, overrides.get("attempt")), state["guard"])
         torch.set_rng_state(state["rng"])
@@ -180,8 +190,10 @@ class Trainer:
     def _child(self, path: Path, state: dict[str, Any], wanted: str | None = None) -> Attempt:
         """The attempt that goes on from a checkpoint."""
         parent = Attempt(**state["attempt"])
-        folder = self.config.checkpoint_dir
-        return attempts.child(path, self.config.run, parent, self.step, wanted=wanted, checkpoint_dir=folder)
+        run, folder, step = self.config.run, self.config.checkpoint_dir, self.step
+        return self.replicas.first(
+            lambda: attempts.child(path, run, parent, step, wanted=wanted, checkpoint_dir=folder)
+        )
 
     def ailments(self) -> list[str]:
         """What makes the present state unfit to continue from; empty if it is healthy."""
@@ -211,9 +223,12 @@ class Trainer:
     def _train_step(self) -> StepReport:
         started = time.perf_counter()
         config, step = self.config, self.step
+        batch = self.corpus.batch(self.position, config.sequences_per_step)
         if config.fault is not None:
             config.fault.apply(self.model, config.layers, step)
-        loss = self._backward(self.corpus.batch(self.position, config.sequences_per_step))
+            batch = config.fault.batch(batch, step)
+        loss = self._backward(batch)
+        self.smoothing.smooth(self.monitoring.plan_entries(), step, self.updates)
         norm = clip_gradients(self.model, config.clip_norm)
         rate = set_hyperparameters(self.optimizer, config, self.updates)
         tokens = (step + 1) * config.tokens_per_step
@@ -239,13 +254,14 @@ class Trainer:
     def _backward(self, batch: Batch) -> float:
         """Gradients of the mean loss over all micro-batches; returns that loss."""
         self.optimizer.zero_grad(set_to_none=True)
-        parts = self.config.micro_batches
+        mine = self.replicas.share(batch, self.config)
+        parts = self.config.micro_batches * self.replicas.size
         total = 0.0
-        for part in batch.split(self.config.sequences_per_step // parts):
-            loss = self.model.loss(part.tokens_NS, part.targets_NS) / parts
+        for part in mine:
+            loss = self.model.loss(part.tokens_NS, part.targets_NS, part.weights_NS) / parts
             torch.autograd.backward(loss)
             total += float(loss.detach())
-        return total
+        return self.replicas.sum_step(self.model, total)
 
     def _update(self, loss: float, norm: float) -> bool:
         """Apply the update if loss and gradients are finite; else parameters, moments and biases stay as they are."""
@@ -298,8 +314,12 @@ class Trainer:
 
     def _save_in(self, folder: str) -> tuple[Path, bool]:
         ailments = self.ailments()
+        state = self._state(ailments)
+        return self.replicas.first(lambda: self._write_in(folder, ailments, state))
+
+    def _write_in(self, folder: str, ailments: list[str], state: dict[str, Any]) -> tuple[Path, bool]:
         path = checkpoint.periodic_path(folder, self.step, healthy=not ailments, attempt=self.attempt.number)
-        checkpoint.write(path, self._state(ailments))
+        checkpoint.write(path, state)
         if ailments:
             logger.warning("%s is marked unhealthy: %s", path, "; ".join(ailments))
         checkpoint.rotate(folder, self.config.keep_checkpoints, attempt=self.attempt.number)
@@ -307,9 +327,10 @@ class Trainer:
 
     def _newest_healthy(self) -> Path | None:
         """The checkpoint of this attempt's branch to go back to."""
-        assert self.config.checkpoint_dir is not None
+        folder, number = self.config.checkpoint_dir, self.attempt.number
+        assert folder is not None
         try:
-            return checkpoint.latest(self.config.checkpoint_dir, attempt=self.attempt.number)
+            return self.replicas.first(lambda: checkpoint.latest(folder, attempt=number))
         except CheckpointError:
             return None
 
@@ -332,6 +353,7 @@ class Trainer:
             "attempt": self.attempt.to_mapping(),
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
+            "smoothing": self.smoothing.state(self.updates),
             "guard": self.monitoring.state(),
             "rng": torch.get_rng_state(),
             "step": self.step,
@@ -357,6 +379,8 @@ class Trainer:
         self.step, self.position, self.updates = state["step"], state["position"], state["updates"]
         self.skipped_steps, self.skipped_in_a_row = state["skipped_steps"], state["skipped_in_a_row"]
         self._level = LossLevel(**state["loss_level"])
+        # Checkpoints of before it was there have none.
+        self.smoothing.load(state.get("smoothing", {}))
 
 
 @contextmanager

@@ -97,19 +97,23 @@ def test_balancing_evens_a_collapsed_router(router: Router) -> None:
 
 
 @pytest.mark.parametrize(
-    ("load", "entropy", "load_max"),
+    ("load", "entropy", "load_max", "load_min"),
     [
-        ([5, 5, 5, 5], 1.0, 1.0),
-        ([20, 0, 0, 0], 0.0, 4.0),
-        ([10, 10, 0, 0], 0.5, 2.0),
-        ([0, 0, 0, 0], 0.0, 0.0),
+        ([5, 5, 5, 5], 1.0, 1.0, 1.0),
+        ([20, 0, 0, 0], 0.0, 4.0, 0.0),
+        ([9, 9, 1, 1], 0.734497796, 1.8, 0.2),
+        ([10, 10, 0, 0], 0.5, 2.0, 0.0),
+        ([0, 0, 0, 0], 0.0, 0.0, 0.0),
     ],
 )
-def test_load_scalars_closed_form(router: Router, load: list[int], entropy: float, load_max: float) -> None:
+def test_load_scalars_closed_form(
+    router: Router, load: list[int], entropy: float, load_max: float, load_min: float
+) -> None:
     router.load_E.copy_(torch.tensor(load))
     scalars = router.load_scalars()
-    assert math.isclose(scalars["entropy"], entropy, abs_tol=1e-12)
+    assert math.isclose(scalars["entropy"], entropy, abs_tol=1e-9)
     assert math.isclose(scalars["load_max"], load_max, abs_tol=1e-12)
+    assert math.isclose(scalars["load_min"], load_min, abs_tol=1e-12)
 
 
 def brute_force(moe: MixtureOfExperts, x_TD: torch.Tensor) -> torch.Tensor:

@@ -32,6 +32,9 @@ class RecordingGuard:
         self.delivered = 0
         self.plan = SimpleNamespace(entries=())
 
+    def carries_out(self, *actions: str) -> None:
+        self.calls.append(("carries out", actions))
+
     def log(self, **values: float) -> None:
         self.calls.append(("log", values))
 
@@ -112,11 +115,12 @@ def test_each_step_is_logged_before_it_ends(make_trainer: MakeTrainer, guards: l
         "tokens": 128.0,
     }
     kinds = [name for name, _ in guards[0].calls if name in ("log", "step", "scalar")]
-    assert kinds == ["log", "scalar", "scalar", "scalar", "scalar", "scalar", "step"] * 2
+    assert kinds == ["log", *["scalar"] * 9, "step"] * 2
     scalars = guards[0].named("scalar")
     assert {(layer, name) for layer, name, _ in scalars} == {
         ("trainer", "skipped_steps"),
-        *((f"blocks.{i}.mlp.router", name) for i in range(2) for name in ("entropy", "load_max")),
+        *((f"blocks.{i}.mlp.router", name) for i in range(2) for name in ("entropy", "load_max", "load_min")),
+        *((f"blocks.{i}.attention", "qk_logit_max") for i in range(2)),
     }
     assert all(0.0 < value <= 1.0 for _, name, value in scalars if name == "entropy")
 
