@@ -1,72 +1,28 @@
 """Lets candidates become decisions: dwell, pins, plan, proposals, budget and mode."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fp8_safeguard.monitor.alerts import Evidence
 from fp8_safeguard.monitor.budget import fallbacks, fits
-from fp8_safeguard.monitor.diagnosis import Diagnosis
-from fp8_safeguard.monitor.plan import Decision, Plan, Target, json_ready
+from fp8_safeguard.monitor.diagnosis import Diagnosis, cause_of
+from fp8_safeguard.monitor.plan import Decision, Plan, PlanEntry, Target, json_ready
+from fp8_safeguard.monitor.policyconfig import PolicyConfig
 from fp8_safeguard.monitor.remedies import Candidate, percent, signals
 from fp8_safeguard.monitor.signals import Breach
-from fp8_safeguard.monitor.slots import GEMM_OPERANDS
+from fp8_safeguard.monitor.slots import GEMM_OPERANDS, OPERANDS
 from fp8_safeguard.monitor.state import Change, PolicyState, Proposal, place, spot
-from fp8_safeguard.monitor.thresholds import Preset, get_preset
-from fp8_safeguard.monitor.wire import MODES
+from fp8_safeguard.monitor.treatment import COSTS, Case, Choice, Remedy, clashes
+from fp8_safeguard.monitor.whatifs import Measured
 
 SETTLE_STEPS = 4
 """Steps that a scale change gets before the gemms behind it may fall back: it takes effect two steps after its evidence,
 and two more show whether it helped."""
-
-
-class PolicyConfigError(ValueError):
-    """A policy setting outside what is allowed."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PolicyConfig:
-    """How a run is judged and what may be done about it. Validated when made; raises PolicyConfigError."""
-
-    run: str = "run"
-    """The run's id: decisions are named after it, `{run}-1` first."""
-    preset: str = "floor"
-    """Name of the threshold preset."""
-    mode: str = "observe"
-    """observe or advise: decisions are proposals. enforce: decisions change the plan."""
-    hysteresis: int = 2
-    """Consecutive samples in breach of a watch level that open an alert."""
-    clear_samples: int = 3
-    """Consecutive clear samples that resolve an alert."""
-    nonfinite_samples: int = 2
-    """Consecutive samples with NaN or Inf from one place that lead to a fallback there; a single one only alerts."""
-    dwell_steps: int = 50
-    """Steps that a spot rests after a change, in which it does not change again."""
-    restore_samples: int = 5
-    """Consecutive healthy samples that a gemm in fallback needs, after the dwell, to be restored."""
-    budget_ratio: float = 0.15
-    """Largest part of the linear layers' operations that may fall back to BF16."""
-    pins: frozenset[str] = frozenset()
-    """Layers that are left as they are."""
-
-    def __post_init__(self) -> None:
-        get_preset(self.preset)
-        if self.mode not in MODES:
-            raise PolicyConfigError(f"mode {self.mode!r} is not one of {', '.join(MODES)}")
-        for name in ("hysteresis", "clear_samples", "nonfinite_samples", "restore_samples"):
-            if getattr(self, name) < 1:
-                raise PolicyConfigError(
-                    f"{name} is a number of samples from 1 upward, not {getattr(self, name)}"
-                )
-        if self.dwell_steps < 0:
-            raise PolicyConfigError(f"dwell_steps is a number of steps from 0 upward, not {self.dwell_steps}")
-        if not 0 <= self.budget_ratio <= 1:
-            raise PolicyConfigError(f"budget_ratio is between 0 and 1, not {self.budget_ratio}")
-
-    @property
-    def thresholds(self) -> Preset:
-        """The preset itself."""
-        return get_preset(self.preset)
+NO_SIGN_OF_HEALTH = ("non-finite", "late-nan")
+"""Rules whose fallbacks nothing that is measured can end: people do."""
+LATE_STEPS = 16
+"""Steps that it gets at most, where no sample says that it has been taken up."""
 
 
 @dataclass
@@ -84,6 +40,8 @@ class Gate:
     proposals: dict[str, Proposal] = field(init=False)
     advised: dict[str, int] = field(init=False)
     decisions: list[Decision] = field(default_factory=list)
+    asked: set[str] = field(default_factory=set)
+    """Places of the plan that the step's evidence still asks for."""
 
     def __post_init__(self) -> None:
         self.plan = self.state.plan
@@ -101,10 +59,14 @@ class Gate:
         elif in_bf16:
             if candidate.rule == "non-finite":
                 self._advise(candidate, "; the gemm runs in BF16 already, so the cause is not FP8")
-        elif candidate.layer in self.config.pins or self._resting(candidate):
+        elif self.config.spares(candidate.layer):
             return
+        elif self._resting(candidate):
+            self._in_place(candidate)
         elif self._in_place(candidate):
             self._persists(candidate)
+        elif candidate.action == "gradient_smoothing":
+            self._decide(candidate, f"its gradients are smoothed with beta {candidate.value:g}", {})
         elif candidate.action != "bf16_fallback":
             self._decide(
                 candidate, f"the multiplier of {candidate.target.operand} goes to {candidate.value:g}", {}
@@ -112,27 +74,142 @@ class Gate:
         elif not self._held(candidate):
             self._fall_back(candidate, breaches)
 
-    def restore(self, layer: str, target: Target, healthy: int, values: Mapping[str, float]) -> None:
+    def may_take(self, layer: str, remedy: Remedy) -> bool:
+        """Whether every entry of a remedy would find its spot free, and nothing in the plan that it contradicts."""
+        if self.config.spares(layer) or clashes(self.plan, layer, remedy):
+            return False
+        if self.state.outcomes.has_failed(layer, remedy.name):
+            return False
+        places = [place(layer, target, remedy.action) for target in remedy.targets]
+        return not any(self._rests(layer, target) for target in remedy.targets) and not any(
+            key in self.proposals for key in places
+        )
+
+    def treat(self, case: Case, choice: Choice, measured_on: Sequence[str] = ()) -> None:
+        """Decide a measured remedy: one decision for each entry, with one id of the remedy in their evidence.
+
+        measured_on: the layers whose looks speak for this one; empty: its own.
+        """
+        remedy = choice.remedy
+        found = f"{remedy.words}, the cheapest that what-ifs show to be healthy ({_measured(choice)}"
+        if measured_on:
+            others = " and ".join(map(repr, measured_on))
+            found += f", as measured on {others}, where the same fault began at the same time"
+        name = f"{self.config.run}-{self.state.decisions_made + len(self.decisions) + 1}"
+        shared = {"id": name, "name": remedy.name, "entries": len(remedy.targets)}
+        looked = {**choice.to_wire(), "layers": list(measured_on or (case.layer,))}
+        failed = self._failed_at(case.layer, remedy)
+        for target in remedy.targets:
+            candidate = Candidate(
+                layer=case.layer,
+                target=target,
+                action=remedy.action,
+                value=remedy.value,
+                rule=case.rule,
+                breaches=case.breaches,
+                priority=0,
+                because=case.because,
+            )
+            extra: dict[str, Any] = {"remedy": shared, "what_if": looked}
+            instead = ""
+            if failed:
+                extra["replaces"] = [entry.decision_id for entry in failed]
+                instead = (
+                    f", in the place of {' and '.join(entry.action for entry in failed)}, which did not help"
+                )
+            self._decide(candidate, f"{found}){instead}", extra)
+
+    def _failed_at(self, layer: str, remedy: Remedy) -> list[PlanEntry]:
+        """Entries at the remedy's spots that were seen not to help."""
+        spots = {spot(layer, target) for target in remedy.targets}
+        found = []
+        for entry in self.plan.entries:
+            change = self.changes.get(spot(entry.layer, entry.target))
+            name = change.remedy if change is not None and change.decision_id == entry.decision_id else None
+            if spot(entry.layer, entry.target) in spots and name is not None:
+                found += [entry] if self.state.outcomes.has_failed(layer, name) else []
+        return found
+
+    def restore(
+        self,
+        layer: str,
+        target: Target,
+        why: str,
+        values: Mapping[str, Any],
+        *,
+        rule: str = "probation",
+    ) -> None:
         """Back to the configured precision."""
-        change = self.changes.get(spot(layer, target))
-        seen = "its emulated result and all" if change is not None and change.by_result else "all"
         candidate = Candidate(
             layer=layer,
             target=target,
             action="restore",
-            rule="probation",
+            rule=rule,
             breaches=(),
             priority=4,
-            because=f"{layer!r} {target.gemm}: {seen} that it reads was healthy in {healthy} samples",
+            because=f"{layer!r} {target.key}: {why}",
         )
-        if layer not in self.config.pins and not self._in_place(candidate):
-            self._decide(
-                candidate, "it goes back to FP8", {"healthy_samples": healthy, "values": dict(values)}
-            )
+        if not self.config.spares(layer) and not self._in_place(candidate):
+            self._decide(candidate, "it goes back to the configured precision", values)
+
+    def awaits(self, layer: str) -> bool:
+        """Whether a scale or format of the layer waits for a person; it is kept waiting."""
+        waiting = [
+            key for key, made in self.proposals.items() if made.layer == layer and made.action in COSTS
+        ]
+        for key in waiting:
+            self.proposals[key] = replace(self.proposals[key], last_step=self.step)
+        return bool(waiting)
+
+    def settles(self, layer: str) -> bool:
+        """Whether a scale or format of the layer has yet to show its effect."""
+        return any(self._fresh(change) for change in self._changes(layer) if change.action in COSTS)
+
+    def falling(self, layer: str) -> bool:
+        """Whether a gemm of the layer went to BF16 so lately that nobody has seen what that does."""
+        return any(self._fresh(change) for change in self._changes(layer) if change.action == "bf16_fallback")
+
+    def in_bf16(self, layer: str, gemm: str) -> bool:
+        """Whether the plan runs it in BF16, or a proposal would."""
+        key = place(layer, Target(gemm=gemm), "bf16_fallback")
+        return (layer, gemm) in self.plan.fallen or key in self.proposals
+
+    def rested_fallback(self, layer: str, gemm: str) -> bool:
+        """Whether the policy itself put it into BF16, and that long ago."""
+        change = self.changes.get(spot(layer, Target(gemm=gemm)))
+        entry = self.plan.find(layer, Target(gemm=gemm), "bf16_fallback")
+        mine = change is not None and entry is not None and change.decision_id == entry.decision_id
+        return mine and not self._rests(layer, Target(gemm=gemm))
+
+    def used(self, more: Sequence[tuple[str, str]] = ()) -> float:
+        """Share of BF16 with what is in the plan, what is proposed, and more (layer, gemm)."""
+        proposed = {
+            (made.layer, made.gemm)
+            for made in self.proposals.values()
+            if made.action == "bf16_fallback" and made.gemm
+        }
+        return self.state.costs.share({*fallbacks(self.plan), *proposed, *more})
+
+    def fits(self, more: Sequence[tuple[str, str]]) -> bool:
+        """Whether the budget holds them besides."""
+        return fits(self.used(more), self.config.budget_ratio)
+
+    def _changes(self, layer: str) -> Iterator[Change]:
+        targets = [Target(), *(Target(gemm=gemm) for gemm in GEMM_OPERANDS), *map(_main_target, OPERANDS)]
+        found = (self.changes.get(spot(layer, target)) for target in targets)
+        return (change for change in found if change is not None)
+
+    def _fresh(self, change: Change) -> bool:
+        """Whether no sample has yet had the time to show what a change does."""
+        unseen = self.plan_version < change.version and self.step < change.step + LATE_STEPS
+        return self.step < change.step + SETTLE_STEPS or unseen
+
+    def _rests(self, layer: str, target: Target) -> bool:
+        change = self.changes.get(spot(layer, target))
+        return change is not None and self.step < change.step + self.config.dwell_steps
 
     def _resting(self, candidate: Candidate) -> bool:
-        change = self.changes.get(spot(candidate.layer, candidate.target))
-        return change is not None and self.step < change.step + self.config.dwell_steps
+        return self._rests(candidate.layer, candidate.target)
 
     def _in_place(self, candidate: Candidate) -> bool:
         """Whether the plan or a proposal already asks for it; a proposal is kept alive by being asked for again."""
@@ -144,6 +221,7 @@ class Gate:
             return False
         entry = self.plan.find(candidate.layer, candidate.target, candidate.action)
         whole = self.plan.find(candidate.layer, Target(), candidate.action)
+        self.asked.add(key)
         return whole is not None or (entry is not None and entry.value == candidate.value)
 
     def _persists(self, candidate: Candidate) -> None:
@@ -153,27 +231,21 @@ class Gate:
 
     def _held(self, candidate: Candidate) -> bool:
         """Whether a scale change of something that the gemm reads has yet to show its effect."""
-        if candidate.rule == "non-finite":
+        if candidate.rule in NO_SIGN_OF_HEALTH:
             return False
-        operands = {operand for operand, _ in GEMM_OPERANDS[candidate.target.gemm or "fprop"]}
-        for operand in operands:
-            target = Target(operand=operand, layout="tile" if operand == "w" else "row")
+        for operand, _ in GEMM_OPERANDS[candidate.target.gemm or "fprop"]:
+            target = _main_target(operand)
             change = self.changes.get(spot(candidate.layer, target))
             proposal = self.proposals.get(place(candidate.layer, target, "scale_multiplier"))
-            steps = [made.step for made in (change, proposal) if made and made.action == "scale_multiplier"]
-            if steps and self.step < max(steps) + SETTLE_STEPS:
+            if change is not None and change.action == "scale_multiplier" and self._fresh(change):
+                return True
+            if proposal is not None and self.step < proposal.step + SETTLE_STEPS:
                 return True
         return False
 
     def _fall_back(self, candidate: Candidate, breaches: Mapping[str, Breach]) -> None:
         gemm = candidate.target.gemm or ""
-        used = fallbacks(self.plan) | {
-            (proposal.layer, proposal.gemm)
-            for proposal in self.proposals.values()
-            if proposal.action == "bf16_fallback" and proposal.gemm
-        }
-        before = self.state.costs.share(used)
-        after = self.state.costs.share({*used, (candidate.layer, gemm)})
+        before, after = self.used(), self.used([(candidate.layer, gemm)])
         budget = {"before": before, "after": after, "limit": self.config.budget_ratio}
         if not fits(after, self.config.budget_ratio):
             limit = percent(self.config.budget_ratio)
@@ -186,6 +258,8 @@ class Gate:
     def _decide(self, candidate: Candidate, remedy: str, extra: Mapping[str, Any]) -> None:
         proposed = self.config.mode != "enforce"
         state = "proposed" if proposed else "sent"
+        if self.config.ttl_steps is not None and candidate.action != "restore":
+            extra = {**extra, "ttl_steps": self.config.ttl_steps}
         decision = self._record(candidate, candidate.action, f"{candidate.because}; {remedy}", state, extra)
         if proposed:
             key = place(candidate.layer, candidate.target, candidate.action)
@@ -195,7 +269,7 @@ class Gate:
         else:
             self.plan = self.plan.with_decision(decision)
             key = spot(candidate.layer, candidate.target)
-            self.changes[key] = change_of(decision, self.changes.get(key), self.step)
+            self.changes[key] = change_of(decision, self.changes.get(key), self.step, self.plan)
 
     def _advise(self, candidate: Candidate, remark: str, extra: Mapping[str, Any] | None = None) -> None:
         key = place(candidate.layer, candidate.target, candidate.rule)
@@ -209,7 +283,7 @@ class Gate:
         shown = signals(candidate.breaches, self.evidence, self.step)
         first = min((signal["first_step"] for signal in shown), default=self.step)
         evidence = {"signals": shown, "first_step": first, "plan_version": self.plan_version, **extra}
-        cause = next((cause for cause in self.causes if cause.layer == candidate.layer), None)
+        cause = cause_of(self.causes, candidate.layer, candidate.rule)
         if cause is not None:
             evidence["cause"] = cause.to_wire()
         decision = Decision(
@@ -242,9 +316,10 @@ class Gate:
         )
 
 
-def change_of(decision: Decision, before: Change | None, step: int) -> Change:
-    """The note of a change that a decision makes at its spot."""
+def change_of(decision: Decision, before: Change | None, step: int, plan: Plan) -> Change:
+    """The note of a change that a decision makes at its spot. plan: the one that holds it."""
     restores = before.restores if before else 0
+    remedy = decision.evidence.get("remedy")
     return Change(
         step=step,
         decision_id=decision.id,
@@ -252,13 +327,30 @@ def change_of(decision: Decision, before: Change | None, step: int) -> Change:
         restorable=bool(decision.evidence.get("restorable", False)),
         restores=restores + 1 if decision.action == "restore" else restores,
         # People's decisions and those on non-finite values have no sign of health; the first carry no such evidence.
-        by_result=decision.rule != "non-finite" and decision.evidence.get("restorable") is False,
+        by_result=decision.rule not in NO_SIGN_OF_HEALTH and decision.evidence.get("restorable") is False,
+        version=plan.version,
+        remedy=remedy["name"] if isinstance(remedy, Mapping) else None,
     )
+
+
+def _main_target(operand: str) -> Target:
+    return Target(operand=operand, layout="tile" if operand == "w" else "row")
+
+
+def _measured(choice: Choice) -> str:
+    """`fprop 74 % -> 5.9 %, dgrad 12 % -> 5.7 %`."""
+
+    def told(gemm: str, seen: Measured) -> str:
+        plain = choice.plain.get(gemm)
+        before = "" if plain is None else f"{percent(plain.error)} -> "
+        return f"{gemm} {before}{percent(seen.error)}"
+
+    return ", ".join(told(gemm, seen) for gemm, seen in choice.errors.items())
 
 
 def restorable(candidate: Candidate, breaches: Mapping[str, Breach]) -> bool:
     """Whether an operand that the gemm reads shows the fault too, so that its health can end the fallback."""
-    if candidate.rule == "non-finite":
+    if candidate.rule in NO_SIGN_OF_HEALTH:
         return False
     read = GEMM_OPERANDS[candidate.target.gemm or "fprop"]
     return any(

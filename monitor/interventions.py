@@ -10,11 +10,14 @@ from fp8_safeguard.monitor.state import Change, PolicyState, spot
 def approve(state: PolicyState, decision: Decision, step: int) -> PolicyState:
     """A person approves a proposal at that step: the plan takes it up."""
     key = spot(decision.layer, decision.target)
-    changed = change_of(decision, state.changes.get(key), step)
+    plan = state.plan.with_decision(decision, step)
+    changed = change_of(decision, state.changes.get(key), step, plan)
     return replace(
         _without_proposal(state, decision.id),
-        plan=state.plan.with_decision(decision),
+        plan=plan,
         changes={**state.changes, key: changed},
+        looks=state.looks.without([decision.layer]),
+        outcomes=state.outcomes.approved(decision, plan),
     )
 
 
@@ -30,12 +33,18 @@ def revert(state: PolicyState, decision: Decision, step: int) -> PolicyState:
 
 def kill(state: PolicyState, step: int) -> PolicyState:
     """The kill switch: an empty plan and no proposals. Every spot that had an entry rests for the dwell."""
+    plan = state.plan.emptied()
     rested = {
-        spot(entry.layer, entry.target): Change(step, entry.decision_id, "restore")
+        spot(entry.layer, entry.target): Change(step, entry.decision_id, "restore", version=plan.version)
         for entry in state.plan.entries
     }
     return replace(
-        state, plan=state.plan.emptied(), proposals={}, probation={}, changes={**state.changes, **rested}
+        state,
+        plan=plan,
+        proposals={},
+        probation={},
+        changes={**state.changes, **rested},
+        looks=state.looks.without({entry.layer for entry in state.plan.entries}),
     )
 
 
@@ -47,5 +56,7 @@ def _without_proposal(state: PolicyState, decision_id: str) -> PolicyState:
 def _rested(state: PolicyState, decision: Decision, step: int) -> PolicyState:
     key = spot(decision.layer, decision.target)
     before = state.changes.get(key)
-    rest = Change(step, decision.id, "restore", restores=before.restores if before else 0)
-    return replace(state, changes={**state.changes, key: rest})
+    restores = before.restores if before else 0
+    rest = Change(step, decision.id, "restore", restores=restores, version=state.plan.version)
+    looks = state.looks.without([decision.layer])
+    return replace(state, changes={**state.changes, key: rest}, looks=looks)

@@ -71,6 +71,11 @@ def _cosine_distortion(columns: Columns) -> FloatArray:
     return np.where((distortion < 0) & (distortion > _ROUNDING_NEGATIVE), 0.0, distortion)
 
 
+def _mean_squared_error(columns: Columns) -> FloatArray:
+    mean: FloatArray = columns["sum_sq_err"] / (columns["count"] - columns["nan"] - columns["inf"])
+    return mean
+
+
 def _kurtosis(columns: Columns) -> FloatArray:
     finite = columns["count"] - columns["nan"] - columns["inf"]
     kurtosis: FloatArray = finite * (columns["sum_4th"] / columns["sum_sq"]) / columns["sum_sq"]
@@ -103,6 +108,7 @@ _DEFINITIONS: dict[str, _Metric] = {
     "relative_error": _Metric(
         ("sum_sq", "sum_sq_err"), "sum_sq", lambda c: np.sqrt(c["sum_sq_err"] / c["sum_sq"])
     ),
+    "mse": _Metric(("count", "nan", "inf", "sum_sq", "sum_sq_err"), "sum_sq", _mean_squared_error),
     "kurtosis": _Metric(("count", "nan", "inf", "sum_sq", "sum_4th"), "sum_sq", _kurtosis),
     "tile_sqnr_p01_db": _Metric((HISTOGRAM,), HISTOGRAM, _tile_sqnr_p01),
 }

@@ -140,7 +140,7 @@ def find_origin(
 def _first(slots: Sequence[Slot], indices: Sequence[int], bad: Sequence[int]) -> int:
     """Position of the slot in which one sample's non-finite values begin."""
     forward = [at for at in bad if _is_forward(slots[at])]
-    order = _layer_order(slots, indices, {slots[at].layer for at in bad})
+    order = layer_order(slots, indices, {slots[at].layer for at in bad})
     choose = min if forward else max
     layer = choose((slots[at].layer for at in forward or bad), key=order.__getitem__)
 
@@ -198,7 +198,7 @@ def _gemms(began: Slot, bad: Sequence[Slot]) -> tuple[str, ...]:
     return tuple(gemm for gemm in GEMMS if gemm in named)
 
 
-def _layer_order(
+def layer_order(
     slots: Sequence[Slot], indices: Sequence[int], layers: set[str]
 ) -> Mapping[str, tuple[Any, ...]]:
     """Sort key of each layer: its first index in the model, then its name with numbers as numbers."""

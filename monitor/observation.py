@@ -41,8 +41,10 @@ def observe(samples: Sequence[Sample]) -> StepObservation:
         for position, slot in zip(sample.indices or range(len(sample.slots)), sample.slots, strict=True):
             index.setdefault(slot.key, position)
         for name, value in sample.run.items():
-            if run.get(name) is None:
-                run[name] = value
+            if value is not None:
+                # The largest, and NaN before all: no group's trouble is hidden.
+                held = run.get(name)
+                run[name] = value if held is None else float(np.maximum(held, value))
     return StepObservation(
         step=ordered[0].step,
         slots=slots,

@@ -188,8 +188,12 @@ class Decision:
         fields = {name: wire[name] for name in cls.__dataclass_fields__ if name in wire}
         return cls(**{**fields, "target": Target.from_wire(wire["target"])})
 
-    def entry(self) -> PlanEntry:
-        """The plan entry that this decision asks for. Raises PlanError on restore and advice."""
+    def entry(self, step: int | None = None) -> PlanEntry:
+        """The plan entry that this decision asks for. Raises PlanError on restore and advice.
+
+        step: from which an entry with a time to live (`ttl_steps` in the evidence) is counted; that of the decision if None.
+        """
+        ttl = self.evidence.get("ttl_steps")
         return PlanEntry(
             layer=self.layer,
             target=self.target,
@@ -197,6 +201,7 @@ class Decision:
             value=self.value,
             decision_id=self.id,
             not_before_step=self.not_before_step,
+            expires_step=None if ttl is None else (self.step if step is None else step) + int(ttl),
         )
 
 
@@ -207,10 +212,11 @@ class Plan:
     version: int = 0
     entries: tuple[PlanEntry, ...] = ()
 
-    def with_decision(self, decision: Decision) -> "Plan":
-        """The plan after that decision; the same plan where it changes nothing.
+    def with_decision(self, decision: Decision, step: int | None = None) -> "Plan":
+        """The plan after that decision; the same plan where it changes nothing. step: as in `Decision.entry`.
 
-        An action replaces the entry at its place. `restore` drops every entry of its target. `advice` changes nothing.
+        An action replaces the entry at its place, and those of decisions that the evidence says it `replaces`. `restore`
+        drops every entry of its target. `advice` changes nothing.
         """
         if decision.action == "advice":
             return self
@@ -218,10 +224,21 @@ class Plan:
             spot = (decision.layer, decision.target.key)
             kept = tuple(entry for entry in self.entries if entry.place[:2] != spot)
             return self._replaced(kept)
-        entry = decision.entry()
-        others = tuple(other for other in self.entries if other.place != entry.place)
+        entry = decision.entry(step)
+        gone = decision.evidence.get("replaces", ())
+        others = tuple(
+            other for other in self.entries if other.place != entry.place and other.decision_id not in gone
+        )
         present = any(other == entry for other in self.entries)
         return self if present else self._replaced((*others, entry))
+
+    def renewed(self, place: tuple[str, str, str], expires_step: int) -> "Plan":
+        """The plan with a later end of the entry at that place."""
+        kept = (
+            replace(entry, expires_step=expires_step) if entry.place == place else entry
+            for entry in self.entries
+        )
+        return self._replaced(tuple(kept))
 
     def without_decision(self, decision_id: str) -> "Plan":
         """The plan with that decision undone; the same plan where it holds no entry of it."""

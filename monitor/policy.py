@@ -4,12 +4,14 @@
 depends on the order of the slots. It runs once a step, in step order.
 
 1. Every slot is held against the preset's thresholds (`signals`), and breaches that last become alerts (`alerts`).
-2. Breaches ask for remedies (`remedies`): a neutral scale multiplier where a scale is at fault, BF16 for single gemms where
-   the recomputed result, or weights and activations vanishing together, say that FP8 is at fault.
-3. A remedy becomes a decision (`gate`) if its spot was at rest for the dwell, its layer is not pinned, it is not already in
-   the plan or proposed, and the fallback budget holds it. Where the budget does not, people get advice, once.
-4. A gemm in fallback is restored after the dwell, once what it reads has been healthy for some samples (and its emulated
-   FP8 result, where only the result showed the fault); each time the same spot returns, the wait doubles.
+2. Breaches ask for remedies (`remedies`). The cheapest that what-ifs show to be healthy is taken (`prescribing`,
+   `treatment`): a scale, a format; BF16 for single gemms where nothing else helps, or where it cannot wait.
+3. A remedy becomes a decision (`gate`) if its spot was at rest for the dwell, its layer is neither pinned nor excluded, it is
+   not already in the plan or proposed, and the fallback budget holds it. Where the budget does not, people get advice, once.
+4. Each decision is graded once it has had its time (`outcomes`); a remedy that did not help gives way to the next.
+5. A gemm in fallback is restored after the dwell, once what it reads has been healthy for some samples (and its emulated
+   FP8 result, where only the result showed the fault), a scale or format once looks show the plain configuration to be
+   healthy (`restoring`); each time the same spot returns, the wait doubles.
 
 In `enforce` decisions change the plan; in `observe` and `advise` they are proposed, and `approve` changes it.
 """
@@ -23,13 +25,15 @@ from numpy.typing import NDArray
 from fp8_safeguard.monitor.alerts import Alert, Evidence, follow_alerts
 from fp8_safeguard.monitor.budget import fallbacks
 from fp8_safeguard.monitor.diagnosis import Diagnosis, diagnose
-from fp8_safeguard.monitor.gate import Gate, PolicyConfig, PolicyConfigError
+from fp8_safeguard.monitor.gate import Gate
 from fp8_safeguard.monitor.interventions import approve, kill, reject, revert
+from fp8_safeguard.monitor.lastlayers import offer_last_layers
 from fp8_safeguard.monitor.nonfinite import Origin
 from fp8_safeguard.monitor.observation import StepObservation, observe
 from fp8_safeguard.monitor.outcomes import grade
 from fp8_safeguard.monitor.plan import Decision
-from fp8_safeguard.monitor.precision import BF16
+from fp8_safeguard.monitor.policyconfig import PolicyConfig, PolicyConfigError
+from fp8_safeguard.monitor.prescribing import prescribe
 from fp8_safeguard.monitor.remedies import (
     Candidate,
     advice_candidates,
@@ -37,6 +41,7 @@ from fp8_safeguard.monitor.remedies import (
     nonfinite_candidates,
     pair_candidates,
     scale_candidates,
+    smoothing_candidates,
 )
 from fp8_safeguard.monitor.restoring import restore
 from fp8_safeguard.monitor.runwatch import with_loss
@@ -44,6 +49,7 @@ from fp8_safeguard.monitor.shadow import Shadow
 from fp8_safeguard.monitor.signals import Breach, SlotList, history_values
 from fp8_safeguard.monitor.state import PolicyState
 from fp8_safeguard.monitor.view import StepView, look
+from fp8_safeguard.monitor.whatifs import WhatIfs
 
 __all__ = [
     "Alert",
@@ -90,26 +96,58 @@ def decide(
         trends=trends,
     )
     gate = Gate(current, config, step.step, step.plan_version, evidence, causes)
-    for candidate in sorted(_candidates(view, causes), key=lambda candidate: candidate.order):
-        gate.offer(candidate, breaches, in_bf16=shadow.configured(candidate.layer, candidate.target) == BF16)
-    probation = restore(gate, view.compiled, view.measures, breaches, view.origin, view.sight)
-    history = current.history
+    newer = _looks(state, view)
+    looks = state.looks.added(newer)
+    prescribe(gate, view, _candidates(view, causes), looks, shadow)
+    offer_last_layers(gate, view, state.underflow)
+    probation = restore(gate, view, newer)
+    decided = replace(gate.result(), probation=probation, underflow=state.underflow.added(view))
+    return _remembered(decided, gate.decisions, view, looks), tuple(gate.decisions)
+
+
+def _remembered(
+    decided: PolicyState, decisions: Sequence[Decision], view: StepView, looks: WhatIfs
+) -> PolicyState:
+    """The state with the step in its histories, with the looks that still hold, and with the grades that are due."""
+    history = decided.history
     if view.origin is None:
         # What a non-finite step measured elsewhere is no norm for anything.
-        admit = _admitted(view.compiled, view.found, evidence)
+        admit = _admitted(view.compiled, view.found, view.evidence)
         history = history.added(view.compiled.keys, history_values(view.compiled, view.measures), admit)
-    decided = replace(gate.result(), probation=probation, history=history)
-    return replace(decided, grades=grade(decided, view)), tuple(gate.decisions)
+    outcomes, grades = grade(decided.outcomes, decided.plan, view)
+    return replace(
+        decided,
+        history=history,
+        looks=looks.without(made.layer for made in decisions if made.state == "sent"),
+        outcomes=outcomes.noted(decisions, decided.plan),
+        grades=grades,
+    )
+
+
+def _looks(state: PolicyState, view: StepView) -> WhatIfs:
+    """The sample's looks, of layers that have the precision that the plan gives them."""
+    newer = WhatIfs.of(view)
+    changed: dict[str, int] = {}
+    for key, change in state.changes.items() if newer.looks else ():
+        layer = key.rpartition("|")[0]
+        changed[layer] = max(changed.get(layer, 0), change.version)
+    return newer.without(layer for layer, version in changed.items() if view.seen.plan_version < version)
 
 
 def _candidates(view: StepView, causes: Sequence[Diagnosis]) -> list[Candidate]:
     return [
-        *scale_candidates(view.breaches),
+        *scale_candidates(view.breaches, view.compiled.families),
         *pair_candidates(view.pairs),
         *fallback_candidates(view.breaches, view.evidence, view.compiled.families),
         *_nonfinite(view.origin, view.breaches),
-        *advice_candidates(causes),
+        *smoothing_candidates(causes, allowed=view.config.gradient_smoothing),
+        *advice_candidates(causes, {breach.layer for breach in view.breaches.values() if _is_fp8s(breach)}),
     ]
+
+
+def _is_fp8s(breach: Breach) -> bool:
+    """Whether it asks for a precision: then the layer has an FP8 fault, whatever else it has."""
+    return breach.severity == "act" and breach.rule.remedy != "none"
 
 
 def budget_used_ratio(state: PolicyState, config: PolicyConfig) -> float:

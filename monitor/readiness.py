@@ -13,8 +13,8 @@ from typing import Any, Literal
 import numpy as np
 
 from fp8_safeguard.monitor.budget import fits
-from fp8_safeguard.monitor.gate import PolicyConfig
 from fp8_safeguard.monitor.history import SAMPLES_NEEDED
+from fp8_safeguard.monitor.policyconfig import PolicyConfig
 from fp8_safeguard.monitor.precision import FP8, FP8_LEAST_ERROR, precisions_of
 from fp8_safeguard.monitor.readings import (
     VERDICTS,

@@ -3,7 +3,7 @@
 Candidates say what the evidence asks for; `policy` says what may be done (dwell, budget, pins, mode).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,13 +12,20 @@ from fp8_safeguard.monitor.diagnosis import RUN, Diagnosis
 from fp8_safeguard.monitor.nonfinite import Origin, place_of, way_out
 from fp8_safeguard.monitor.plan import Target
 from fp8_safeguard.monitor.signals import Breach
-from fp8_safeguard.monitor.slots import GEMMS, Slot, gemm_slot, gemms_of
+from fp8_safeguard.monitor.slots import GEMM_OPERANDS, GEMMS, Slot, gemm_slot, gemms_of
 
 ACT_SAMPLES = 2
 """Consecutive samples at the act level that lead to a fallback, unless one is beyond the rule's instant level."""
 
 NEUTRAL_MULTIPLIER = 1.0
 """The multiplier at which block scales neither saturate nor flush."""
+
+FLUCTUATING = "fluctuating"
+"""Cause of metrics that go up and down."""
+SPOKEN_FOR = (FLUCTUATING, "nonfinite-origin")
+"""Causes for which other candidates speak."""
+SMOOTHING_BETA = 0.1
+"""g_s = beta g_s of the step before + (1 - beta) g, as the recipe in the seed has it; no other evidence is published."""
 
 Breaches = Mapping[str, Breach]
 
@@ -30,13 +37,17 @@ class Candidate:
     layer: str
     target: Target
     action: str
-    value: float | None = None
+    value: float | str | None = None
     rule: str
     breaches: tuple[Breach, ...]
     priority: int
     """Lower goes first when the budget is short."""
     because: str
     """First half of the reason."""
+    measured: bool = False
+    """Whether a close look at the layer may find something cheaper."""
+    instant: bool = False
+    """Whether it is too bad to wait for that look."""
 
     @property
     def order(self) -> tuple[Any, ...]:
@@ -64,7 +75,11 @@ def pair_up(breaches: Breaches) -> tuple[dict[str, Breach], list[tuple[Breach, B
     acting = {breach.key for pair in pairs for breach in pair}
     for key, breach in paired.items():
         if key not in acting and breach.severity == "act":
-            limit = breach.rule.level("watch", breach.slot.fmt)
+            limit = breach.rule.level("watch", breach.slot.fmt) if breach.watch is None else breach.watch
+            if limit is not None and breach.value <= limit:
+                # What was learned calls it healthy, and it has no partner.
+                del lowered[key]
+                continue
             lowered[key] = replace(breach, severity="watch", limit=limit or 0.0, instant=False)
         elif key in acting:
             lowered[key] = replace(breach, severity="act")
@@ -83,14 +98,25 @@ def pair_candidates(pairs: Iterable[tuple[Breach, Breach]]) -> list[Candidate]:
             priority=1,
             because=f"{weight.slot.layer!r}: {percent(weight.value)} of w and {percent(activation.value)} of x vanish in quantisation "
             f"(limits together: {percent(weight.limit)} and {percent(activation.limit)})",
+            measured=True,
+            instant=_gross(activation),
         )
         for activation, weight in pairs
         for gemm in ("fprop", "dgrad")
     ]
 
 
-def scale_candidates(breaches: Breaches) -> list[Candidate]:
-    """Saturation and flushed rows: what block scales never do by themselves, so the multiplier goes back to 1."""
+def _gross(activation: Breach) -> bool:
+    """Whether so much of x vanishes that the result is wrong already."""
+    alone = activation.rule.level("act", activation.slot.fmt)
+    return alone is not None and activation.value > alone
+
+
+def scale_candidates(breaches: Breaches, families: frozenset[str]) -> list[Candidate]:
+    """Saturation and flushed rows: what block scales never do by themselves, so the multiplier goes back to 1.
+
+    Where a gemm that reads the operand was recomputed, and is healthy, there is nothing to mend.
+    """
     return [
         Candidate(
             layer=breach.slot.layer,
@@ -101,10 +127,25 @@ def scale_candidates(breaches: Breaches) -> list[Candidate]:
             breaches=(breach,),
             priority=0,
             because=describe(breach) + ", which block scales never do by themselves",
+            measured=_is_judged(breach.slot.layer, families),
         )
         for breach in breaches.values()
         if breach.rule.remedy == "scale" and breach.severity == "act"
+        for judges in [_judges(breach, families)]
+        if not judges or any(key in breaches for key in judges)
     ]
+
+
+def _is_judged(layer: str, families: frozenset[str]) -> bool:
+    """Whether any gemm of the layer was recomputed."""
+    return any(gemm_slot(layer, gemm).family in families for gemm in GEMMS)
+
+
+def _judges(breach: Breach, families: frozenset[str]) -> list[str]:
+    """Keys of the recomputed results of what reads an operand, in whatever layout: a wgrad is recomputed in turn."""
+    readers = (gemm for gemm, read in GEMM_OPERANDS.items() if breach.slot.operand in dict(read))
+    found = (gemm_slot(breach.slot.layer, gemm).family for gemm in readers)
+    return [f"gemm-error|{family}" for family in found if family in families]
 
 
 def scale_target(slot: Slot) -> Target:
@@ -124,9 +165,11 @@ def fallback_candidates(
         rule = breach.rule
         if breach.severity != "act" or rule.remedy not in ("fallback", "unjudged", "scale"):
             continue
-        at_once = breach.instant or _flushed_wgrad(breach, breaches)
+        flushed = _flushed_wgrad(breach, breaches)
+        at_once = breach.instant or flushed
         if evidence[key].act < ACT_SAMPLES and not at_once:
             continue
+        judge = rule.metric == "relative_error"
         for gemm in gemms_of(breach.slot):
             if rule.remedy != "fallback" and gemm_slot(breach.slot.layer, gemm).family in families:
                 continue
@@ -137,8 +180,11 @@ def fallback_candidates(
                     action="bf16_fallback",
                     rule=rule.rule,
                     breaches=(breach,),
-                    priority=2 if rule.rule == "gemm-error" else 3,
+                    priority=4 if _leaf(breach) and not flushed else 2 if judge else 3,
                     because=describe(breach),
+                    # A gemm that is recomputed in turn is one that a close look measures.
+                    measured=judge or (rule.remedy != "fallback" and _is_judged(breach.slot.layer, families)),
+                    instant=at_once and judge,
                 )
             )
     return found
@@ -161,8 +207,8 @@ def nonfinite_candidates(origin: Origin) -> list[Candidate]:
     ]
 
 
-def advice_candidates(causes: Iterable[Diagnosis]) -> list[Candidate]:
-    """Advice on causes that no precision helps against."""
+def advice_candidates(causes: Iterable[Diagnosis], in_fp8_breach: Collection[str] = ()) -> list[Candidate]:
+    """Advice on causes that no precision helps against; an FP8 fault of the same layer speaks instead of it."""
     return [
         Candidate(
             layer=cause.layer or RUN,
@@ -176,7 +222,43 @@ def advice_candidates(causes: Iterable[Diagnosis]) -> list[Candidate]:
         )
         for cause in causes
         if cause.kind != "fp8"
+        and cause.cause not in SPOKEN_FOR
+        and (cause.kind == "hardware" or cause.layer not in in_fp8_breach)
     ]
+
+
+def smoothing_candidates(causes: Iterable[Diagnosis], *, allowed: bool) -> list[Candidate]:
+    """Gradient smoothing of the layers whose metrics fluctuate; one advice where nobody has opted for it."""
+    found = []
+    for cause in causes:
+        if cause.cause != FLUCTUATING:
+            continue
+        common: dict[str, Any] = {"target": Target(), "rule": cause.cause, "breaches": (), "priority": 0}
+        if not allowed:
+            why = f"{cause.summary}; whether to smooth them is left to you"
+            found.append(Candidate(layer=cause.layer or RUN, action="advice", because=why, **common))
+            continue
+        found += [
+            Candidate(
+                layer=layer,
+                action="gradient_smoothing",
+                value=SMOOTHING_BETA,
+                because=cause.summary,
+                **common,
+            )
+            for layer in _layers_of(cause)
+        ]
+    return found
+
+
+def _layers_of(cause: Diagnosis) -> list[str]:
+    named = cause.evidence.get("layers") or ([] if cause.layer is None else [cause.layer])
+    return sorted({str(layer) for layer in named})
+
+
+def _leaf(breach: Breach) -> bool:
+    """A wgrad that is noisy or saturated: that goes no further, so it comes last when the budget is short."""
+    return breach.slot.gemm == "wgrad" and not breach.instant
 
 
 def _flushed_wgrad(breach: Breach, breaches: Breaches) -> bool:

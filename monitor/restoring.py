@@ -1,6 +1,9 @@
-"""Restores a gemm in fallback once it has been healthy for long enough."""
+"""Takes remedies back once their spots have been healthy for long enough."""
 
-from collections.abc import Iterator, Mapping
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from fp8_safeguard.monitor.gate import Gate
 from fp8_safeguard.monitor.nonfinite import Origin
@@ -8,41 +11,128 @@ from fp8_safeguard.monitor.plan import PlanEntry
 from fp8_safeguard.monitor.sight import Sight
 from fp8_safeguard.monitor.signals import Breach, Measures, SlotList
 from fp8_safeguard.monitor.slots import GEMM_OPERANDS, Slot
-from fp8_safeguard.monitor.state import Change, spot
+from fp8_safeguard.monitor.state import Change, place, spot
+from fp8_safeguard.monitor.treatment import COSTS, healthy, undone
+from fp8_safeguard.monitor.whatifs import Look, WhatIfs
+
+if TYPE_CHECKING:
+    from fp8_safeguard.monitor.view import StepView
 
 
-def restore(
-    gate: Gate,
-    compiled: SlotList,
-    measures: Measures,
-    breaches: Mapping[str, Breach],
-    origin: Origin | None,
-    sight: Sight,
-) -> dict[str, int]:
-    """Restore what has passed its probation; the healthy samples of what has not."""
-    probation: dict[str, int] = {}
-    for entry, change in list(_own_fallbacks(gate)):
-        gemm, key = entry.target.gemm or "", spot(entry.layer, entry.target)
-        healthy = _healthy(entry.layer, gemm, breaches, origin, sight)
-        if healthy and change.by_result and not _emulated(entry.layer, gemm, compiled):
-            healthy = None
-        samples = gate.state.probation.get(key, 0)
-        samples = samples if healthy is None else samples + 1 if healthy else 0
-        wait = gate.config.dwell_steps * 2**change.restores
-        shown = change.restorable or change.by_result
-        if shown and samples >= gate.config.restore_samples and gate.step >= change.step + wait:
-            gate.restore(entry.layer, entry.target, samples, _readings(entry.layer, gemm, compiled, measures))
-        probation[key] = samples
+def restore(gate: Gate, view: StepView, newer: WhatIfs) -> dict[str, int]:
+    """Restore what has passed its probation, failed, or expired; the healthy samples of what has not."""
+    _renew(gate, view, newer)
+    probation = {**_fallbacks(gate, view), **_treatments(gate, newer)}
     return {key: samples for key, samples in probation.items() if samples}
 
 
-def _own_fallbacks(gate: Gate) -> Iterator[tuple[PlanEntry, Change]]:
+def _fallbacks(gate: Gate, view: StepView) -> dict[str, int]:
+    probation: dict[str, int] = {}
+    for entry, change in list(_own_fallbacks(gate)):
+        gemm, key = entry.target.gemm or "", spot(entry.layer, entry.target)
+        healthy = _healthy(entry.layer, gemm, view.breaches, view.origin, view.sight)
+        if healthy and change.by_result and not _emulated(entry.layer, gemm, view.compiled):
+            healthy = None
+        samples = gate.state.probation.get(key, 0)
+        samples = samples if healthy is None else samples + 1 if healthy else 0
+        shown = change.restorable or change.by_result
+        if (
+            shown
+            and samples >= gate.config.restore_samples
+            and gate.step >= change.step + _wait(gate, change)
+        ):
+            seen = "its emulated result and all" if change.by_result else "all"
+            values = _readings(entry.layer, gemm, view.compiled, view.measures)
+            gate.restore(
+                entry.layer,
+                entry.target,
+                f"{seen} that it reads was healthy in {samples} samples",
+                {"healthy_samples": samples, "values": values},
+            )
+        probation[key] = samples
+    return probation
+
+
+def _treatments(gate: Gate, newer: WhatIfs) -> dict[str, int]:
+    """Scales and formats: back once looks have shown the plain configuration to be healthy, or it itself did not help."""
+    probation: dict[str, int] = {}
+    own: dict[str, list[tuple[PlanEntry, Change]]] = {}
+    for entry, change in _own(gate):
+        if entry.action in COSTS:
+            own.setdefault(entry.layer, []).append((entry, change))
+    for layer, entries in own.items():
+        shown = _plain(entries, newer.looks.get(layer))
+        for entry, _ in entries:
+            key = spot(layer, entry.target)
+            samples = gate.state.probation.get(key, 0)
+            samples = samples if shown is None else samples + 1 if shown else 0
+            probation[key] = samples
+        _end(gate, layer, entries, min(probation[spot(layer, entry.target)] for entry, _ in entries))
+    return probation
+
+
+def _end(gate: Gate, layer: str, entries: Sequence[tuple[PlanEntry, Change]], looks: int) -> None:
+    """Take a layer's remedies out of the plan: all of them together, as they were measured."""
+    rested = all(gate.step >= change.step + _wait(gate, change) for _, change in entries)
+    useless = [
+        entry
+        for entry, change in entries
+        if change.remedy and gate.state.outcomes.has_failed(layer, change.remedy)
+    ]
+    for entry, change in entries:
+        if entry in useless and gate.step >= change.step + gate.config.dwell_steps:
+            gate.restore(layer, entry.target, f"its {entry.action} did not help", {}, rule="no-help")
+    if rested and not useless and looks >= gate.config.restore_samples:
+        for entry, _ in entries:
+            why = f"the plain configuration was healthy in {looks} close looks"
+            gate.restore(layer, entry.target, why, {"healthy_looks": looks})
+
+
+def _plain(entries: Sequence[tuple[PlanEntry, Change]], look: Look | None) -> bool | None:
+    """Whether the plain configuration would be healthy; None where no look says so."""
+    if look is None:
+        return None
+    shown = dict(undone((entry.action for entry, _ in entries), look))
+    if not shown:
+        return None
+    return all(healthy(gemm, seen) for gemm, seen in shown.items())
+
+
+def _renew(gate: Gate, view: StepView, newer: WhatIfs) -> None:
+    """Entries with a time to live: longer where the evidence still asks for them, out of the plan once they expired."""
+    ttl = gate.config.ttl_steps
+    for entry, _ in list(_own(gate)):
+        if entry.expires_step is None:
+            continue
+        look = newer.looks.get(entry.layer)
+        ill = look is not None and any(not healthy(gemm, seen) for gemm, seen in undone([entry.action], look))
+        asked = place(entry.layer, entry.target, entry.action) in gate.asked
+        if view.seen.step >= entry.expires_step:
+            why = f"nothing asked for it for {ttl or 'its'} steps"
+            gate.restore(entry.layer, entry.target, why, {}, rule="expired")
+        elif ttl is not None and (ill or asked) and entry.expires_step - view.seen.step <= ttl // 2:
+            gate.plan = gate.plan.renewed(entry.place, view.seen.step + ttl)
+
+
+def _wait(gate: Gate, change: Change) -> int:
+    """Steps from a change to its restore at the earliest: twice as many each time."""
+    return gate.config.dwell_steps * int(2**change.restores)
+
+
+def _own(gate: Gate) -> Iterator[tuple[PlanEntry, Change]]:
     """Entries that the policy made: what a person put into the plan, a person takes out."""
     for entry in gate.plan.entries:
         change = gate.changes.get(spot(entry.layer, entry.target))
-        mine = change is not None and change.decision_id == entry.decision_id
-        if change is not None and mine and entry.action == "bf16_fallback" and entry.target.gemm:
+        if change is not None and change.decision_id == entry.decision_id:
             yield entry, change
+
+
+def _own_fallbacks(gate: Gate) -> Iterator[tuple[PlanEntry, Change]]:
+    return (
+        (entry, change)
+        for entry, change in _own(gate)
+        if entry.action == "bf16_fallback" and entry.target.gemm
+    )
 
 
 def _healthy(

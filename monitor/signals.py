@@ -1,22 +1,27 @@
 """Breaches of one step: every slot against every threshold, vectorised.
 
-What depends only on the slot list and the preset (which rule speaks about which slot, and the fixed levels) is compiled
-once and remembered; a step then costs one derived metric and two comparisons a rule.
+What depends only on the slot list, the preset and the baseline (which rule speaks about which slot, and the fixed or learned
+levels) is compiled once and remembered; a step then costs one derived metric and two comparisons a rule.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fp8_safeguard.monitor.columns import StatsTable
+from fp8_safeguard.monitor.history import SAMPLES_NEEDED
+from fp8_safeguard.monitor.levels import learned_act, learned_factor, learned_watch
 from fp8_safeguard.monitor.metrics import derive
 from fp8_safeguard.monitor.slots import Slot
 from fp8_safeguard.monitor.thresholds import MEDIAN_CAP, Preset, Threshold
+
+if TYPE_CHECKING:
+    from fp8_safeguard.monitor.baseline import Baseline
 
 FloatArray = NDArray[np.float64]
 Severity = Literal["watch", "act"]
@@ -42,6 +47,8 @@ class Breach:
     """Whether the value is so far out that one sample is enough."""
     group: str | None = None
     """Key, if it is not that of the rule at the slot."""
+    watch: float | None = None
+    """The watch level in force; None: the rule's own."""
 
     @property
     def key(self) -> str:
@@ -84,6 +91,14 @@ class _RuleOnSlots:
     instant: FloatArray
     min_count: FloatArray
     history_column: int
+    factor: FloatArray | float | None
+    """Watch level over the slot's own median."""
+    cap: FloatArray
+    """What the own median may raise the act level to."""
+    learned: NDArray[np.bool_] | None = None
+    """Where a baseline moved a level."""
+    learned_rule: Threshold | None = None
+    """The rule that says so."""
 
 
 @dataclass(frozen=True)
@@ -104,17 +119,27 @@ class SlotList:
     """[own] whether each is a GEMM."""
     own_row: Mapping[str, int]
     """Place of each key among `own`."""
+    learned_medians: FloatArray | None = None
+    """[own, 2]: what stands in for a median of the slot's own until there is one; NaN where nothing was learned."""
+
+    def with_learned(self, medians: FloatArray) -> FloatArray:
+        """Own medians [own, 2] with the learned ones where there is none yet."""
+        if self.learned_medians is None:
+            return medians
+        return np.where(np.isnan(medians), self.learned_medians, medians)
 
 
 @lru_cache(maxsize=64)
-def compile_slots(slots: tuple[Slot, ...], preset: Preset) -> SlotList:
+def compile_slots(slots: tuple[Slot, ...], preset: Preset, baseline: "Baseline | None" = None) -> SlotList:
     """The fixed part of an evaluation; the same lists come back sample after sample."""
     real = [position for position, slot in enumerate(slots) if slot.variant is None]
     own = [position for position in real if slots[position].expert is None]
     return SlotList(
         slots=slots,
         rules=tuple(
-            compiled for rule in preset.rules if (compiled := _compile_rule(rule, slots, real)) is not None
+            compiled
+            for rule in preset.rules
+            if (compiled := _compile_rule(rule, slots, real, baseline)) is not None
         ),
         families=frozenset(slots[position].family for position in real),
         layers=frozenset(slots[position].layer for position in real),
@@ -123,10 +148,24 @@ def compile_slots(slots: tuple[Slot, ...], preset: Preset) -> SlotList:
         gemms=tuple(position for position in real if slots[position].gemm is not None),
         is_gemm=np.array([slots[position].gemm is not None for position in own], dtype=bool),
         own_row={slots[position].key: row for row, position in enumerate(own)},
+        learned_medians=None if baseline is None else _learned_medians(slots, own, baseline),
     )
 
 
-def _compile_rule(rule: Threshold, slots: Sequence[Slot], real: Sequence[int]) -> _RuleOnSlots | None:
+def _learned_medians(slots: Sequence[Slot], own: Sequence[int], baseline: "Baseline") -> FloatArray:
+    medians = np.full((len(own), 2), np.nan)
+    for row, position in enumerate(own):
+        slot = slots[position]
+        for column, metric in enumerate(HISTORY_METRICS["operand" if slot.gemm is None else "gemm"]):
+            healthy = baseline.healthy(slot, metric)
+            if healthy is not None and healthy.samples >= SAMPLES_NEEDED and not (slot.gemm and column):
+                medians[row, column] = healthy.median
+    return medians
+
+
+def _compile_rule(
+    rule: Threshold, slots: Sequence[Slot], real: Sequence[int], baseline: "Baseline | None"
+) -> _RuleOnSlots | None:
     chosen = [position for position in real if rule.matches(slots[position])]
     if not chosen:
         return None
@@ -136,15 +175,52 @@ def _compile_rule(rule: Threshold, slots: Sequence[Slot], real: Sequence[int]) -
         return np.array([np.nan if level is None else level for level in found], dtype=np.float64)
 
     floors = [rule.min_count if slots[position].expert is None else EXPERT_MIN_COUNT for position in chosen]
-    return _RuleOnSlots(
+    act = levels("act")
+    plain = _RuleOnSlots(
         rule,
         np.array(chosen, dtype=np.intp),
         levels("watch"),
-        levels("act"),
+        act,
         levels("instant"),
         np.array(floors, dtype=np.float64),
         1 if rule.metric == HISTORY_METRICS["operand"][1] else 0,
+        rule.watch_over_median,
+        MEDIAN_CAP * act,
     )
+    return plain if baseline is None else _with_baseline(plain, slots, baseline)
+
+
+def _with_baseline(plain: _RuleOnSlots, slots: Sequence[Slot], baseline: "Baseline") -> _RuleOnSlots:
+    """The same with what the baseline learned of each slot."""
+    rule = plain.rule
+    known = [baseline.healthy(slots[position], rule.metric) for position in plain.positions.tolist()]
+
+    def learned(move: Any, fixed: FloatArray, *more: float) -> FloatArray:
+        pairs = zip(fixed.tolist(), known, strict=True)
+        moved = [move(rule, None if math.isnan(level) else level, healthy, *more) for level, healthy in pairs]
+        return np.array([np.nan if level is None else level for level in moved], dtype=np.float64)
+
+    watch, act = learned(learned_watch, plain.watch), learned(learned_act, plain.act, MEDIAN_CAP)
+    factor = plain.factor
+    if factor is not None:
+        factor = np.array([learned_factor(rule, healthy) for healthy in known], dtype=np.float64)
+    moved = _unlike(watch, plain.watch) | _unlike(act, plain.act)
+    if factor is not None:
+        moved |= factor != plain.factor
+    return replace(
+        plain,
+        watch=watch,
+        act=act,
+        factor=factor,
+        learned=moved,
+        learned_rule=replace(rule, origin=f"{baseline.origin}; {rule.origin}"),
+    )
+
+
+def _unlike(left: FloatArray, right: FloatArray) -> NDArray[np.bool_]:
+    """Where two lists of levels differ; no level is like no level."""
+    unlike: NDArray[np.bool_] = (left != right) & ~(np.isnan(left) & np.isnan(right))
+    return unlike
 
 
 class Measures(Mapping[str, NDArray[Any]]):
@@ -205,14 +281,16 @@ def _breaches(
     if not found.size:
         return []
     instants = beyond(value, on.instant)
+    learned, moved_rule = on.learned, on.learned_rule
     return [
         Breach(
-            rule,
+            moved_rule if moved_rule is not None and learned is not None and learned[place] else rule,
             slots[at[place]],
             float(value[place]),
             "act" if acts[place] else "watch",
             float(act[place] if acts[place] else watch[place]),
             bool(acts[place] and instants[place]),
+            watch=float(watch[place]) if learned is not None else None,
         )
         for place in found.tolist()
     ]
@@ -222,11 +300,11 @@ def _levels(on: _RuleOnSlots, median: FloatArray) -> tuple[FloatArray, FloatArra
     """Levels in force (`watch_level` and `act_level` of thresholds, over arrays)."""
     rule = on.rule
     watch = on.watch
-    if rule.watch_over_median is not None:
+    if on.factor is not None:
         # NaN where there is no median yet: no level. A rule without a fixed level has NaN there.
-        relative = rule.watch_over_median * median
+        relative = on.factor * median
         watch = np.where(np.isnan(relative), np.nan, np.fmax(watch, relative))
     if rule.act_over_median is None:
         return watch, on.act
     relaxed = np.fmax(on.act, rule.act_over_median * median)
-    return watch, np.minimum(relaxed, MEDIAN_CAP * on.act)
+    return watch, np.minimum(relaxed, on.cap)

@@ -7,9 +7,12 @@ from typing import Any, Self
 from fp8_safeguard.monitor.alerts import Alert, Evidence, join_alerts
 from fp8_safeguard.monitor.budget import Costs
 from fp8_safeguard.monitor.history import History
+from fp8_safeguard.monitor.lastlayers import UnderflowTrend
 from fp8_safeguard.monitor.numbers import decode_number, encode_number
+from fp8_safeguard.monitor.outcomes import Outcomes
 from fp8_safeguard.monitor.plan import Plan, Target
 from fp8_safeguard.monitor.trends import Trends
+from fp8_safeguard.monitor.whatifs import WhatIfs
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,10 @@ class Change:
     by_result: bool = False
     """Whether only the GEMM's result showed the fault. Once the GEMM runs in BF16, the FP8 result that is emulated beside it
     says when that is over; where none is, a person restores it."""
+    version: int = 0
+    """The first plan that holds it: older samples were measured without it."""
+    remedy: str | None = None
+    """Name of the measured remedy that it is a part of."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +65,7 @@ class PolicyState:
     proposals: Mapping[str, Proposal] = field(default_factory=dict)
     """By place: spot and action."""
     probation: Mapping[str, int] = field(default_factory=dict)
-    """Consecutive healthy samples of what a spot in fallback reads, by spot."""
+    """Consecutive healthy samples of what a spot in fallback reads, or healthy looks without its remedy, by spot."""
     advised: Mapping[str, int] = field(default_factory=dict)
     """The last step at which a reason for advice held, by spot: advice is given once."""
     costs: Costs = field(default_factory=Costs)
@@ -67,6 +74,10 @@ class PolicyState:
     """The recent losses that were no jump, the oldest first."""
     decisions_made: int = 0
     trends: Trends = field(default_factory=Trends)
+    looks: WhatIfs = field(default_factory=WhatIfs)
+    """The latest close look at each layer, under the precision that it has."""
+    outcomes: Outcomes = field(default_factory=Outcomes)
+    underflow: UnderflowTrend = field(default_factory=UnderflowTrend)
     grades: Mapping[str, str] = field(default_factory=dict)
     """Outcomes of earlier decisions that the latest step told, by decision id."""
 
@@ -87,6 +98,9 @@ class PolicyState:
             "losses": list(self.losses),
             "decisions_made": self.decisions_made,
             "trends": self.trends.to_dict(),
+            "looks": self.looks.to_dict(),
+            "outcomes": self.outcomes.to_dict(),
+            "underflow": self.underflow.to_list(),
             "grades": dict(self.grades),
         }
 
@@ -108,6 +122,9 @@ class PolicyState:
             losses=tuple(stored.get("losses", ())),
             decisions_made=stored["decisions_made"],
             trends=Trends.from_dict(stored.get("trends", {})),
+            looks=WhatIfs.from_dict(stored.get("looks", {})),
+            outcomes=Outcomes.from_dict(stored.get("outcomes", {})),
+            underflow=UnderflowTrend.from_list(stored.get("underflow", ())),
             grades=dict(stored.get("grades", {})),
         )
 

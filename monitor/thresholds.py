@@ -8,15 +8,23 @@ none. Underflow is the early warning; the error of the recomputed GEMM is the ju
 `seed` is one pair for every slot: underflow below 0.5 % and cosine above 0.995. It has no false alarms on healthy runs
 either, but calls 4 of the same 7 other faults FP8's: take its word with care.
 
+`autoswitch` is the published rule of Transformer Engine's AutoswitchGemm: where underflow of an operand passes 5 % or its mean
+squared error 1e-4, the gemms that read it go to BF16 with the next step. It is here to be compared with, not to be used:
+that error has a unit, and 98.6 % of healthy activations are above it.
+
 The noise floor of [1, 128] blocks of Gaussian data is 31.8 dB in E4M3 and 6 dB less in E5M2, which has one mantissa bit
 less: levels in dB move by that, levels of a relative error double.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
+from fp8_safeguard.monitor.levels import Healthy, learned_act, learned_factor, learned_watch
 from fp8_safeguard.monitor.slots import Slot
+
+if TYPE_CHECKING:
+    from fp8_safeguard.monitor.baseline import Baseline
 
 Remedy = Literal["fallback", "unjudged", "scale", "pair", "none"]
 
@@ -267,7 +275,32 @@ SEED = Preset(
     ),
 )
 
-PRESETS = {preset.name: preset for preset in (FLOOR, SEED)}
+
+def _autoswitch(rule: str, metric: str, level: float) -> tuple[Threshold, ...]:
+    return tuple(
+        Threshold(
+            rule=rule,
+            metric=metric,
+            operand=operand,
+            act=level,
+            watch=level,
+            instant=level,
+            remedy="fallback",
+            origin="preset autoswitch: Transformer Engine's AutoswitchGemm, for comparison only",
+        )
+        for operand in ("x", "w", "dy")
+    )
+
+
+AUTOSWITCH = Preset(
+    "autoswitch",
+    (
+        *_autoswitch("autoswitch-underflow", "underflow_ratio", 0.05),
+        *_autoswitch("autoswitch-mse", "mse", 1e-4),
+    ),
+)
+
+PRESETS = {preset.name: preset for preset in (FLOOR, SEED, AUTOSWITCH)}
 
 
 def get_preset(name: str | Preset) -> Preset:
@@ -283,12 +316,18 @@ def get_preset(name: str | Preset) -> Preset:
 
 
 def thresholds_for(
-    preset: str | Preset, slot: Slot | None, metric: str, *, median: float | None = None
+    preset: str | Preset,
+    slot: Slot | None,
+    metric: str,
+    *,
+    median: float | None = None,
+    baseline: "Baseline | None" = None,
 ) -> list[dict[str, float | str]]:
     """The lines to draw beside a series: `{"value", "severity", "origin"}`, watch before act.
 
     slot: None for a metric of the whole layer or run, which only rules for every slot speak about. With the slot's own
-    `median`, levels relative to it are given as well. Cosine rules also give lines for the two distortions.
+    `median`, levels relative to it are given as well. Cosine rules also give lines for the two distortions. A level that the
+    `baseline` moves says where it was learned.
     """
     lines: list[dict[str, float | str]] = []
     complement = metric in ("cosine_distortion", "gradient_distortion")
@@ -299,29 +338,41 @@ def thresholds_for(
             continue
         if not (everywhere if slot is None else rule.matches(slot)):
             continue
-        for severity, value in (
-            ("watch", watch_level(rule, fmt, median)),
-            ("act", act_level(rule, fmt, median)),
-        ):
+        healthy = None if baseline is None or slot is None else baseline.healthy(slot, rule.metric)
+        for severity, level in (("watch", watch_level), ("act", act_level)):
+            value = level(rule, fmt, median, healthy)
             if value is not None:
+                learned = baseline is not None and value != level(rule, fmt, median)
                 shown = 1.0 - value if complement else value
-                lines.append({"value": shown, "severity": severity, "origin": rule.origin})
+                origin = baseline.origin if baseline is not None and learned else rule.origin
+                lines.append({"value": shown, "severity": severity, "origin": origin})
     return lines
 
 
-def watch_level(rule: Threshold, fmt: str | None, median: float | None) -> float | None:
-    """The level in force for a slot of that format and own median; None where there is none yet."""
-    fixed = rule.level("watch", fmt)
-    if rule.watch_over_median is None:
+def watch_level(
+    rule: Threshold, fmt: str | None, median: float | None, healthy: Healthy | None = None
+) -> float | None:
+    """The level in force for a slot of that format and own median; None where there is none yet.
+
+    healthy: what a baseline learned of the slot; its median stands in until there is an own one.
+    """
+    fixed = learned_watch(rule, rule.level("watch", fmt), healthy)
+    factor = learned_factor(rule, healthy)
+    if factor is None:
         return fixed
-    if median is None or median <= 0:
+    own = median if median is not None or healthy is None else healthy.median
+    if own is None or own <= 0:
         return None
-    return max(fixed or 0.0, rule.watch_over_median * median)
+    return max(fixed or 0.0, factor * own)
 
 
-def act_level(rule: Threshold, fmt: str | None, median: float | None) -> float | None:
+def act_level(
+    rule: Threshold, fmt: str | None, median: float | None, healthy: Healthy | None = None
+) -> float | None:
     """As watch_level, for acting."""
-    fixed = rule.level("act", fmt)
-    if fixed is None or rule.act_over_median is None or median is None:
+    preset = rule.level("act", fmt)
+    fixed = learned_act(rule, preset, healthy, MEDIAN_CAP)
+    own = median if median is not None or healthy is None else healthy.median
+    if fixed is None or preset is None or rule.act_over_median is None or own is None:
         return fixed
-    return min(max(fixed, rule.act_over_median * median), MEDIAN_CAP * fixed)
+    return min(max(fixed, rule.act_over_median * own), MEDIAN_CAP * preset)

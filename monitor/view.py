@@ -7,10 +7,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp8_safeguard.monitor.alerts import AnyBreach, Evidence, follow_evidence
-from fp8_safeguard.monitor.gate import PolicyConfig
 from fp8_safeguard.monitor.nonfinite import RULE as NON_FINITE
 from fp8_safeguard.monitor.nonfinite import Began, Origin, broken_sums, find_origin, read_key
 from fp8_safeguard.monitor.observation import StepObservation
+from fp8_safeguard.monitor.policyconfig import PolicyConfig
 from fp8_safeguard.monitor.remedies import pair_up
 from fp8_safeguard.monitor.runwatch import RunBreach, loss_jump, run_breaches, says_something
 from fp8_safeguard.monitor.sight import Sight
@@ -52,9 +52,9 @@ class StepView:
 
 def look(state: PolicyState, step: StepObservation, config: PolicyConfig) -> StepView:
     """Hold one step against thresholds and memory."""
-    compiled = compile_slots(step.slots, config.thresholds)
+    compiled = compile_slots(step.slots, config.thresholds, config.baseline)
     measures = Measures(step.stats)
-    medians = state.history.medians(compiled.keys)
+    medians = compiled.with_learned(state.history.medians(compiled.keys))
     found = find_breaches(compiled, measures, medians)
     breaches, pairs = pair_up(_worst_of_each_key(found))
     falls = _scale_falls(state, step)

@@ -17,8 +17,10 @@ from numpy.typing import NDArray
 from fp8_safeguard.monitor.columns import StatsTable, empty_column, read_column, write_column
 from fp8_safeguard.monitor.coverage import coverage_to_wire, read_coverage, read_sampling
 from fp8_safeguard.monitor.document import Reader, WireError, escape
+from fp8_safeguard.monitor.localdecisions import read_local_decisions
 from fp8_safeguard.monitor.metrics import ALL_COLUMNS
 from fp8_safeguard.monitor.numbers import decode_number, encode_number
+from fp8_safeguard.monitor.plan import Decision
 from fp8_safeguard.monitor.quoting import quoted
 from fp8_safeguard.monitor.slots import Slot, SlotError, slots_id
 from fp8_safeguard.monitor.stats import TensorStats
@@ -59,7 +61,7 @@ REQUIRED_COLUMNS = (
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _SCALAR = {"layer": "text", "name": "required text", "value": "number"}
 _RANK = {
-    **{"rank": "count", "host": "text", "layer": "text", "operand": "text"},
+    **{"rank": "count", "host": "text", "layer": "text", "operand": "text", "gemm": "text"},
     **{"metric": "text", "value": "number"},
 }
 _SET_BY_TRAINER = ("learning_rate", "tokens")
@@ -111,6 +113,8 @@ class Sample:
     """Every weight matrix as `{"name", "shape", "status", "reason"}`; sent first and whenever it has changed."""
     sampling: Mapping[str, Any] | None = None
     """What the overhead budget makes of the sampling now."""
+    local_decisions: tuple[Decision, ...] = ()
+    """What the client has decided while it could not reach the server, until the server has taken it over."""
     left_out: frozenset[str] = frozenset()
     """Of parent, from_step and groups, what the document did not say: the attempt's first sample said it for all."""
 
@@ -167,6 +171,7 @@ def parse_sample(body: Any, *, known_slots: Callable[[str], tuple[Slot, ...] | N
         "ranks": reader.records("ranks", _RANK),
         "coverage": read_coverage(reader),
         "sampling": read_sampling(reader),
+        "local_decisions": read_local_decisions(reader),
     }
     reader.raise_faults()
     fields["left_out"] = _left_out(body)
@@ -215,6 +220,8 @@ def _own_watching(sample: Sample) -> dict[str, Any]:
         said["coverage"] = coverage_to_wire(sample.coverage)
     if sample.sampling is not None:
         said["sampling"] = {name: value for name, value in sample.sampling.items() if value is not None}
+    if sample.local_decisions:
+        said["local_decisions"] = [decision.to_wire() for decision in sample.local_decisions]
     return said
 
 

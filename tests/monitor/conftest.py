@@ -1,7 +1,7 @@
 """A small model's slots and statistics: healthy as measured, with any slot made ill."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,8 @@ HEALTHY_UNDERFLOW = {
 HEALTHY_ERROR = {"fprop": 0.039, "dgrad": 0.038, "wgrad": 0.037}
 HEALTHY_SQNR_DB = 31.4
 TOKENS, WIDTH = 1024, 256
+TAKEN_UP = 2
+"""Steps from the evidence of a decision to the first step with it."""
 
 Ill = Mapping[tuple[str, str], Mapping[str, Any]]
 """(layer, "x row" or "fprop") to the columns that differ there, or `underflow_ratio`, `error` and such."""
@@ -126,13 +128,27 @@ def make_slots() -> Callable[..., tuple[Slot, ...]]:
 def follow(
     observations: Iterable[StepObservation], config: PolicyConfig = ENFORCE, state: PolicyState | None = None
 ) -> tuple[PolicyState, list[Decision]]:
-    """The state after all of them, and the decisions in order."""
+    """The state after all of them, and the decisions in order. A plan is in force two steps after its evidence."""
     made: list[Decision] = []
     state = state or PolicyState()
-    for observation in observations:
-        state, decisions = decide(state, observation, config)
+    plans = [(-TAKEN_UP, state.plan.version)]
+    for seen in observations:
+        in_force = max(version for step, version in plans if step + TAKEN_UP <= seen.step or step < 0)
+        seen = dataclasses.replace(seen, plan_version=max(seen.plan_version, in_force))
+        state, decisions = decide(state, seen, config)
+        plans.append((seen.step, state.plan.version))
         made += decisions
     return state, made
+
+
+def looked(seen: StepObservation, layer: str, errors: Mapping[str, Mapping[str, float]]) -> StepObservation:
+    """The observation with a close look at a layer: the error of each variant by gemm, in E5M2 where its name says so."""
+    named = [(gemm, name, error) for gemm, variants in errors.items() for name, error in variants.items()]
+    extra = tuple(
+        Slot(layer, gemm=gemm, variant=name, emulated=True, fmt="e5m2" if "e5m2" in name else None)
+        for gemm, name, _ in named
+    )
+    return with_slots(seen, extra, [error for _, _, error in named])
 
 
 def asked(decisions: Iterable[Decision]) -> list[tuple[str, str, str]]:
@@ -153,12 +169,25 @@ def drift(steps_after_onset: float) -> dict[tuple[str, str], dict[str, float]]:
 
 def with_stats(seen: StepObservation, slot: Slot, error: float, count: int = 16384) -> StepObservation:
     """The observation with one more GEMM slot."""
-    stats = [seen.stats.stats(at) for at in range(len(seen.slots))]
-    stats.append(
-        TensorStats(count=count, nan=0, inf=0, amax=1.0, sum_sq=1.0, sum_sq_q=1.0, sum_sq_err=error**2)
+    return with_slots(seen, (slot,), [error], count)
+
+
+def with_slots(
+    seen: StepObservation, extra: tuple[Slot, ...], errors: list[float], count: int = 16384
+) -> StepObservation:
+    """The observation with more GEMM slots behind it."""
+    made = StatsTable.from_stats(
+        [
+            TensorStats(count=count, nan=0, inf=0, amax=1.0, sum_sq=1.0, sum_sq_q=1.0, sum_sq_err=error**2)
+            for error in errors
+        ]
     )
-    table = StatsTable.from_stats(stats)
-    return dataclasses.replace(seen, slots=(*seen.slots, slot), stats=table, indices=(*seen.indices, 0))
+    table = StatsTable(
+        {name: np.concatenate([seen.stats.columns[name], made.columns[name]]) for name in made.columns},
+        {name: np.concatenate([seen.stats.nulls[name], made.nulls[name]]) for name in made.nulls},
+    )
+    indices = (*seen.indices, *([0] * len(extra)))
+    return dataclasses.replace(seen, slots=(*seen.slots, *extra), stats=table, indices=indices)
 
 
 @pytest.fixture(name="follow")
@@ -179,7 +208,65 @@ def drift_fixture() -> Callable[..., Any]:
     return drift
 
 
+@pytest.fixture(name="looked")
+def looked_fixture() -> Callable[..., Any]:
+    """`looked`."""
+    return looked
+
+
 @pytest.fixture(name="with_stats")
 def with_stats_fixture() -> Callable[..., Any]:
     """`with_stats`."""
     return with_stats
+
+
+OBSERVE = PolicyConfig(run="r", mode="observe")
+
+
+def causes_of(state: PolicyState) -> list[Mapping[str, Any]]:
+    """What is told at the end."""
+    return [lasting.said for lasting in state.trends.causes.values() if lasting.told]
+
+
+def told_in(
+    course: Iterable[StepObservation], state: PolicyState | None = None, config: PolicyConfig = OBSERVE
+) -> tuple[PolicyState, list[tuple[int, str, str | None]], list[Any]]:
+    """The state at the end, (step, cause, layer) of each diagnosis when it was told first, and the decisions."""
+    state, told, decisions = state or PolicyState(), [], []
+    before: set[tuple[str, str | None]] = set()
+    for seen in course:
+        state, made = decide(state, seen, config)
+        decisions += made
+        now = {(said["name"], said["layer"]) for said in causes_of(state)}
+        told += [(seen.step, *key) for key in sorted(now - before, key=str)]
+        before = now
+    return state, told, decisions
+
+
+@pytest.fixture
+def course(slots: Any, observation: Any) -> Any:
+    """Eight healthy samples, then one for each `ill`, with what the steps carry besides."""
+
+    def make(
+        ills: Sequence[Mapping[Any, Any]],
+        healthy: Mapping[str, Any] | None = None,
+        fields: Mapping[str, Any] | None = None,
+        first: int = 0,
+    ) -> list[StepObservation]:
+        before = [observation(first + at, slots, **(healthy or {})) for at in range(8)]
+        after = [observation(first + 8 + at, slots, ill, **(fields or {})) for at, ill in enumerate(ills)]
+        return [*before, *after]
+
+    return make
+
+
+@pytest.fixture(name="causes")
+def causes_fixture() -> Callable[..., Any]:
+    """`causes_of`."""
+    return causes_of
+
+
+@pytest.fixture(name="followed")
+def followed_fixture() -> Callable[..., Any]:
+    """`told_in`."""
+    return told_in

@@ -19,7 +19,7 @@ DRIFTING = ("blocks.3.qkv", "blocks.3.shared_up", "blocks.3.expert_up")
 
 @pytest.mark.parametrize("history", [0, 20])
 @pytest.mark.parametrize("every", [1, 5])
-def test_fast_drift_alerts_by_5_steps_and_falls_back_by_12(
+def test_fast_drift_alerts_by_5_steps_and_falls_back_where_no_look_comes(
     slots: Any, observation: Any, every: int, history: Any, follow: Any, asked: Any, drift: Any
 ) -> None:
     rng = np.random.default_rng(every)
@@ -33,7 +33,8 @@ def test_fast_drift_alerts_by_5_steps_and_falls_back_by_12(
             first_alert = after
     # The second sample in breach at the latest: step 4 or 5 if every step is sampled.
     assert first_alert <= (5 if every == 1 else 10)
-    assert {made.step - history for made in decisions} == {10 if every == 5 else 9}
+    # Four samples from the first breach: a look would have come by then.
+    assert {made.step - history for made in decisions} == {20 if every == 5 else 9}
     assert sorted(asked(decisions)) == sorted(
         (layer, gemm, "bf16_fallback") for layer in DRIFTING for gemm in ("fprop", "dgrad")
     )
@@ -44,7 +45,7 @@ def test_fast_drift_alerts_by_5_steps_and_falls_back_by_12(
 def test_the_decision_says_why_with_its_numbers(
     slots: Any, observation: Any, follow: Any, drift: Any
 ) -> None:
-    state, decisions = follow(observation(100 + at, slots, drift(at)) for at in (0, 5, 10))
+    state, decisions = follow(observation(100 + at, slots, drift(at)) for at in (0, 5, 6, 7, 10))
     made = decisions[0]
     assert made.id == "r-1"
     assert (made.run, made.step, made.not_before_step, made.mode, made.state) == (
@@ -93,12 +94,12 @@ def test_health_at_its_maximum_raises_nothing(slots: Any, observation: Any, foll
 @pytest.mark.parametrize(
     ("gemm", "errors", "decided_at"),
     [
-        ("fprop", [0.06, 0.06], 1),
-        ("dgrad", [0.06, 0.03, 0.06, 0.06], 3),
+        ("fprop", [0.06] * 4, 3),
+        ("dgrad", [0.06, 0.03, *[0.06] * 4], 5),
         ("fprop", [0.16], 0),
         ("dgrad", [math.inf], 0),
         ("wgrad", [0.07] * 5, None),
-        ("wgrad", [0.2, 0.2], 1),
+        ("wgrad", [0.2] * 4, 3),
         ("wgrad", [0.95], 0),
         ("fprop", [0.049] * 5, None),
     ],
@@ -121,11 +122,7 @@ def test_a_wgrad_with_flushed_rows_needs_one_sample(
     config = dataclasses.replace(ENFORCE, budget_ratio=1.0)
     ill = {(LAYER, "wgrad"): {"error": 0.3}, (LAYER, "dy row"): {"rows_flushed": 900}}
     _, decisions = follow([observation(0, slots, ill)], config)
-    # The scale goes first; the gemms behind it wait until its effect shows.
-    assert asked(decisions) == [(LAYER, "dy row", "scale_multiplier")]
-    _, later = follow([observation(step, slots, ill) for step in (0, 1, 2, 3, 4)], config)
-    assert asked(later)[1:] == [(LAYER, "wgrad", "bf16_fallback")]
-    assert later[1].step == 4
+    assert asked(decisions) == [(LAYER, "wgrad", "bf16_fallback")]
 
 
 @pytest.mark.parametrize(
@@ -160,7 +157,7 @@ def test_a_wgrad_with_flushed_rows_needs_one_sample(
 def test_what_is_not_fp8s_fault_alerts_at_most(slots: Any, observation: Any, ill: Any, follow: Any) -> None:
     healthy = [observation(step, slots) for step in range(8)]
     state, decisions = follow([*healthy, *(observation(8 + step, slots, ill) for step in range(6))])
-    assert decisions == []
+    assert [made for made in decisions if made.action != "advice"] == []
     assert {alert.severity for alert in state.alerts.values()} <= {"watch"}
 
 
@@ -345,8 +342,8 @@ def test_a_slow_creep_does_not_teach_its_own_threshold(
         observation(step, slots, {(LAYER, "fprop"): {"error": 0.03 * 1.02**step}}) for step in range(120)
     )
     assert asked(decisions) == [(LAYER, "fprop", "bf16_fallback")]
-    # 0.03 * 1.02^61 passes 10 %, twice the level that the own median may relax.
-    assert decisions[0].step <= 63
+    # 0.03 * 1.02^61 passes 10 %, twice the level that the own median may relax; then the look is waited for.
+    assert decisions[0].step <= 61 + 4
 
 
 def test_a_lasting_jump_becomes_the_new_normal(slots: Any, observation: Any, follow: Any) -> None:
@@ -389,13 +386,13 @@ def test_the_worst_expert_is_followed_whoever_it_is(
         expert = Slot(layer, gemm="fprop", expert=step)
         state, made = decide(state, observation(step, (*slots, expert), {}), ENFORCE)
     assert (made, state.alerts) == ((), {})
-    for step in range(2, 4):
+    for step in range(2, 6):
         expert = Slot(layer, gemm="fprop", expert=step)
         seen = with_stats(observation(step, slots), expert, error=0.08)
         state, made = decide(state, seen, ENFORCE)
         decisions += made
     assert asked(decisions) == [(layer, "fprop", "bf16_fallback")]
-    assert [alert.worst.slot.expert for alert in state.alerts.values()] == [3]
+    assert [alert.worst.slot.expert for alert in state.alerts.values()] == [5]
 
 
 def test_an_expert_with_a_handful_of_tokens_is_too_noisy_to_judge(

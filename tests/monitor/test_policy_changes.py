@@ -36,12 +36,24 @@ def test_saturation_gets_a_neutral_multiplier_first_and_a_fallback_if_that_does_
     assert decisions[0].rule == "saturation"
 
 
-def test_a_scale_that_helps_needs_no_fallback(slots: Any, observation: Any, follow: Any, asked: Any) -> None:
-    ill = {(LAYER, "dy row"): {"rows_flushed": 1000}, (LAYER, "dgrad"): {"error": 0.99}}
+def test_a_scale_that_helps_needs_no_fallback(
+    make_slots: Any, observation: Any, follow: Any, asked: Any
+) -> None:
+    slots = make_slots(4, ())
+    ill = {(LAYER, "dy row"): {"rows_flushed": 1000}}
     state, decisions = follow([observation(0, slots, ill), observation(1, slots, ill)])
     state, more = follow((observation(step, slots) for step in range(2, 300)), state=state)
     assert asked([*decisions, *more]) == [(LAYER, "dy row", "scale_multiplier")]
     assert state.plan.entries[0].value == 1.0
+
+
+def test_saturation_whose_results_are_healthy_needs_nothing(
+    slots: Any, observation: Any, follow: Any
+) -> None:
+    ill = {(LAYER, "x row"): {"saturated": 20_000}}
+    state, decisions = follow(observation(step, slots, ill) for step in range(9))
+    assert decisions == []
+    assert {alert.rule for alert in state.alerts.values()} == {"saturation"}
 
 
 def test_the_budget_holds_and_what_it_refuses_becomes_advice_once(
@@ -64,9 +76,10 @@ def test_the_budget_holds_and_what_it_refuses_becomes_advice_once(
 def test_the_worst_layers_get_the_budget(slots: Any, observation: Any, follow: Any) -> None:
     layers = sorted({slot.layer for slot in slots})
     ill = {(layer, "fprop"): {"error": 0.2 + 0.01 * at} for at, layer in enumerate(layers)}
-    _, decisions = follow([observation(0, slots, ill)])
-    fallen = [made.layer for made in decisions if made.action == "bf16_fallback"]
-    assert fallen == layers[:-11:-1]
+    _, decisions = follow(observation(step, slots, ill) for step in range(4))
+    fallen = [(made.step, made.layer) for made in decisions if made.action == "bf16_fallback"]
+    # BF16 within the budget is no cure for all of them: the look, which might show one, is waited for.
+    assert fallen == [(3, layer) for layer in layers[:-11:-1]]
 
 
 def test_operations_come_from_the_statistics(slots: Any, observation: Any, follow: Any) -> None:
@@ -193,7 +206,8 @@ def test_observe_and_advise_propose_once_and_leave_the_plan_alone(
 def test_proposals_count_against_the_budget(slots: Any, observation: Any, follow: Any) -> None:
     layers = sorted({slot.layer for slot in slots})
     ill = {(layer, "fprop"): {"error": 0.5} for layer in layers}
-    _, decisions = follow([observation(0, slots, ill)], dataclasses.replace(ENFORCE, mode="advise"))
+    config = dataclasses.replace(ENFORCE, mode="advise")
+    _, decisions = follow((observation(step, slots, ill) for step in range(4)), config)
     assert sum(made.action == "bf16_fallback" for made in decisions) == 10
 
 
@@ -329,7 +343,7 @@ def test_groups_are_observed_as_one(slots: Any, observation: Any) -> None:
         for at, half in enumerate(halves)
     ]
     seen = policy.observe(samples)
-    assert (seen.step, seen.plan_version, dict(seen.run)) == (7, 2, {"loss": 2.0, "tokens": 5.0})
+    assert (seen.step, seen.plan_version, dict(seen.run)) == (7, 2, {"loss": 3.0, "tokens": 5.0})
     at = seen.slots.index(Slot(LAYER, gemm="fprop"))
     assert seen.stats.stats(at).relative_error == pytest.approx(math.sqrt((0.09 + 0.0001) / 2))
     again = policy.observe(samples[::-1])

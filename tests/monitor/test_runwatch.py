@@ -1,11 +1,12 @@
 """A loss that jumps is worth watching, whichever layer is to blame; one that learns, wobbles or spikes once is not."""
 
+import math
 from typing import Any
 
 import numpy as np
 import pytest
 
-from fp8_safeguard.monitor.policy import PolicyState
+from fp8_safeguard.monitor.policy import PolicyConfig, PolicyState, decide
 
 JUMP = "loss-jump|"
 
@@ -17,7 +18,8 @@ def losses(slots: Any, observation: Any, follow: Any) -> Any:
     def losses(values: Any, state: PolicyState | None = None, first: int = 0) -> PolicyState:
         seen = (observation(first + at, slots, run={"loss": float(value)}) for at, value in enumerate(values))
         after, decisions = follow(seen, state=state)
-        assert decisions == []
+        # People are told why; nothing is changed.
+        assert {(made.action, made.rule) for made in decisions} <= {("advice", "loss-spike")}
         assert after == PolicyState.from_dict(after.to_dict())
         return after
 
@@ -52,3 +54,43 @@ def test_a_loss_that_explodes_is_watched_and_resolved_once_it_is_back(losses: An
 )
 def test_a_loss_that_does_not_jump_is_no_alert(losses: Any, values: Any) -> None:
     assert not losses(values).alerts
+
+
+def test_b95_the_raw_loss_is_what_is_acted_on(slots: Any, observation: Any) -> None:
+    # A trainer's log shows the running mean where the loss is NaN; what is told here is the loss itself.
+    state, alerts = PolicyState(), []
+    for step, loss in enumerate([2.0, 2.0, 2.0, math.nan, 2.0, 2.0]):
+        state, _ = decide(state, observation(step, slots, run={"loss": loss}), PolicyConfig(run="r"))
+        alerts.append({alert.rule: alert.last_step for alert in state.alerts.values()})
+    assert alerts[2] == {}
+    assert all(shown == {"nonfinite-loss": 3} for shown in alerts[3:])
+    assert state.trends.nonfinite_steps == 1
+    assert len(state.trends.series.window("loss", "(run)")) == 5
+
+
+@pytest.mark.parametrize("loss_scale", [None, 1.0], ids=["no scaler", "a scaler that stays"])
+def test_b96_a_nan_gradient_is_counted_without_a_loss_scaler_and_its_layer_named(
+    slots: Any, observation: Any, loss_scale: float | None
+) -> None:
+    ill = {("blocks.2.o", "dy row"): {"nan": 1}, ("blocks.2.o", "dgrad"): {"nan": 5},
+           ("blocks.1.qkv", "dy row"): {"nan": 7}}  # fmt: skip
+    state, config, made = PolicyState(), PolicyConfig(run="r", mode="enforce"), []
+    for step, broken in enumerate([False, False, True, True, False]):
+        run = {"loss": 2.0, "gradient_norm": math.nan if broken else 1.0, "loss_scale": loss_scale}
+        state, decisions = decide(state, observation(step, slots, ill if broken else {}, run=run), config)
+        made.append(decisions)
+        assert state.trends.nonfinite_steps == min(max(step - 1, 0), 2)
+    assert made[2] == ()
+    (cause,) = [lasting.said for lasting in state.trends.causes.values()]
+    assert (cause["name"], cause["layer"]) == ("nonfinite-origin", "blocks.2.o")
+    assert {(act.layer, act.action) for act in made[3]} == {("blocks.2.o", "bf16_fallback")}
+    assert all(act.evidence["cause"]["name"] == "nonfinite-origin" for act in made[3])
+    assert "nonfinite-gradient-norm|" in state.alerts
+
+
+def test_a_gradient_scaler_that_looks_for_its_scale_is_not_counted(slots: Any, observation: Any) -> None:
+    state = PolicyState()
+    for step, scale in enumerate([65536.0, 32768.0, 16384.0]):
+        run = {"loss": 2.0, "gradient_norm": math.inf if step else 1.0, "loss_scale": scale}
+        state, _ = decide(state, observation(step, slots, run=run), PolicyConfig(run="r"))
+    assert state.trends.nonfinite_steps == 0

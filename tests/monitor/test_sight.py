@@ -134,7 +134,7 @@ def test_a_fallback_is_not_restored_on_tiles_and_not_kept_from_it(
     slots: Any, observation: Any, by_tiles: Any, follow: Any, asked: Any, drift: Any
 ) -> None:
     config = dataclasses.replace(ENFORCE, dwell_steps=10, restore_samples=3)
-    course = [observation(at, slots, drift(at)) for at in (0, 5, 10)]
+    course = [observation(at, slots, drift(at)) for at in (0, 5, 10, 20)]
     state, decisions = follow(course, config)
     fallen = set(asked(decisions))
     assert (LAYER, "fprop", "bf16_fallback") in fallen

@@ -6,7 +6,14 @@ import pytest
 
 from fp8_safeguard.monitor.policy import PolicyConfig
 from fp8_safeguard.monitor.slots import LAYOUTS, OPERANDS, Slot
-from fp8_safeguard.monitor.thresholds import FLOOR, SEED, UnknownPresetError, get_preset, thresholds_for
+from fp8_safeguard.monitor.thresholds import (
+    AUTOSWITCH,
+    FLOOR,
+    SEED,
+    UnknownPresetError,
+    get_preset,
+    thresholds_for,
+)
 
 
 def lines(preset: str, slot: Slot | None, metric: str, **options: Any) -> dict[str, float]:
@@ -91,6 +98,41 @@ def test_seed_is_one_pair_for_every_slot() -> None:
         assert lines("seed", slot, "sqnr_db") == {}
 
 
+def test_autoswitch_is_the_published_rule_for_operands_and_says_nothing_of_results() -> None:
+    slots = [Slot("a", operand=o, layout=at) for o in OPERANDS for at in LAYOUTS]
+    for slot in slots:
+        assert lines("autoswitch", slot, "underflow_ratio") == {"watch": 0.05, "act": 0.05}
+        assert lines("autoswitch", slot, "mse") == {"watch": 1e-4, "act": 1e-4}
+        assert lines("autoswitch", slot, "cosine") == {}
+    assert AUTOSWITCH.matching(Slot("a", gemm="fprop")) == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "column", "value", "gemms"),
+    [
+        ("x row", "underflow", 260, {"fprop"}),
+        ("x row", "underflow", 240, set()),
+        ("w tile", "sum_sq_err", 6.0, {"fprop", "dgrad"}),
+        ("dy col", "sum_sq_err", 0.6, {"wgrad"}),
+        ("dy col", "sum_sq_err", 0.4, set()),
+    ],
+)
+def test_autoswitch_takes_the_gemms_that_read_the_operand_out_of_fp8_with_one_sample(
+    name: str, column: str, value: float, gemms: set[str], slots: Any, observation: Any, follow: Any
+) -> None:
+    """Of 5000 elements: underflow at 5.2 and 4.8 %, mean squared error at 1.2e-3, 1.2e-4 and 8e-5; the rest is lossless."""
+    quiet: dict[str, float] = {"count": 5000, "underflow": 0, "sum_sq_err": 0.0}
+    ill: dict[Any, Any] = {
+        (s.layer, f"{s.operand} {s.layout}"): dict(quiet) for s in slots if s.operand is not None
+    }
+    ill["blocks.0.o", name][column] = value
+    config = PolicyConfig(preset="autoswitch", mode="enforce", budget_ratio=1.0)
+    _, decided = follow([observation(0, slots, ill)], config)
+    assert {d.layer for d in decided} == ({"blocks.0.o"} if gemms else set())
+    mine = {d.target.gemm for d in decided if d.layer == "blocks.0.o" and d.action == "bf16_fallback"}
+    assert mine == gemms
+
+
 def test_seed_makes_no_exception_for_few_vanished_elements(slots: Any, observation: Any, follow: Any) -> None:
     few = {"count": 100, "underflow": 5, "zeros": 5, "rows": 1}
     config = PolicyConfig(preset="seed")
@@ -104,18 +146,19 @@ def test_seed_makes_no_exception_for_few_vanished_elements(slots: Any, observati
 def test_every_slot_meets_at_most_one_rule_of_each_name() -> None:
     slots = [Slot("a", gemm=gemm) for gemm in ("fprop", "dgrad", "wgrad")]
     slots += [Slot("a", operand=operand, layout=layout) for operand in OPERANDS for layout in LAYOUTS]
-    for preset in (FLOOR, SEED):
+    for preset in (FLOOR, SEED, AUTOSWITCH):
         for slot in slots:
             names = [rule.rule for rule in preset.matching(slot)]
-            assert len(names) == len(set(names)) > 0
+            assert len(names) == len(set(names))
+            assert names or (preset is AUTOSWITCH and slot.gemm)
 
 
 def test_every_line_says_where_it_comes_from() -> None:
-    for rule in (*FLOOR.rules, *SEED.rules):
+    for rule in (*FLOOR.rules, *SEED.rules, *AUTOSWITCH.rules):
         assert len(rule.origin) > 10
 
 
 def test_an_unknown_preset_names_the_known_ones() -> None:
-    with pytest.raises(UnknownPresetError, match=r"'ling'.*floor, seed"):
+    with pytest.raises(UnknownPresetError, match=r"'ling'.*floor, seed, autoswitch"):
         get_preset("ling")
     assert get_preset(SEED) is SEED
