@@ -41,10 +41,11 @@ test-triton36: setup  ## Compile the Triton kernels with Triton 3.6 too, in an e
 	$(BIN)/python tests/compile/other_triton.py 3.6.0
 
 # Not dependencies of the project: constraints.txt has their versions. A process of its own counts what is alive in it.
-test-slow: setup  ## Run the hooks on real frameworks, on two processes, for ten thousand steps (about four minutes)
+test-slow: setup  ## Run the hooks on real frameworks, on two processes, for ten thousand steps (about nine minutes)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt transformers peft torchao accelerate
 	FP8_SAFEGUARD_SLOW=1 $(BIN)/python -m pytest -q tests/frameworks
 	FP8_SAFEGUARD_SLOW=1 $(BIN)/python -m pytest -q tests/slow
+	FP8_SAFEGUARD_SLOW=1 $(BIN)/python -m pytest -q tests/distributed
 
 test-all: test test-kernels test-slow  ## Run all tests, the slower suites too
 
@@ -65,6 +66,7 @@ readme: setup  ## Bring the generated parts of README and docs up to date
 	$(BIN)/python docs/readme.py
 	$(BIN)/python docs/commands.py
 	$(BIN)/python docs/variants.py
+	$(BIN)/python docs/policy.py
 	$(BIN)/python benchmarks/gpu/floors.py
 
 screenshots: setup  ## Take the pictures of the pages in docs/images again

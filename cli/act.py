@@ -8,7 +8,7 @@ import typer
 
 from fp8_safeguard.cli.api import in_path
 from fp8_safeguard.cli.options import Json, Server, Token
-from fp8_safeguard.cli.output import Item, fail, print_json, printable
+from fp8_safeguard.cli.output import Item, fail, print_json, printable, say
 from fp8_safeguard.cli.read import place
 from fp8_safeguard.cli.source import api
 
@@ -60,10 +60,26 @@ def resolve(
 
 @decision.command()
 def approve(
-    decision: DecisionId, by: By = None, server: Server = None, token: Token = None, as_json: Json = False
+    decision: DecisionId,
+    all_of_remedy: Annotated[
+        bool, typer.Option("--all-of-remedy", help="The other proposals of its remedy with it.")
+    ] = False,
+    by: By = None,
+    server: Server = None,
+    token: Token = None,
+    as_json: Json = False,
 ) -> None:
-    """Put a proposed decision into the plan."""
-    print_decision(act(server, token, f"/decisions/{in_path(decision)}:approve", by), as_json)
+    """Put a proposed decision into the plan.
+
+    A remedy may be several decisions, of which one alone helps little: it
+    says which of them still wait.
+    """
+    body = {"all_of_remedy": True} if all_of_remedy else {}
+    item = act(server, token, f"/decisions/{in_path(decision)}:approve", by, **body)
+    print_decision(item, as_json)
+    if item.get("waiting"):
+        others = ", ".join(item["waiting"])
+        say(f"Of the same remedy these wait: {others}. Approve them, too; --all-of-remedy does it at once.")
 
 
 @decision.command()

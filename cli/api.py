@@ -87,20 +87,25 @@ class Api:
         wanted = {name: value for name, value in params.items() if value is not None}
         return self._ask("GET", path, params=wanted)
 
-    def post(self, path: str, body: Mapping[str, Any]) -> Any:
+    def post(self, path: str, body: Mapping[str, Any], timeout_seconds: float | None = None) -> Any:
         """The JSON answer to POST /api/v1<path>; ApiError for a problem or no answer."""
-        return self._ask("POST", path, json=dict(body))
+        waiting = {} if timeout_seconds is None else {"timeout": timeout_seconds}
+        return self._ask("POST", path, json=dict(body), **waiting)
 
     def patch(self, path: str, body: Mapping[str, Any]) -> Any:
         """The JSON answer to PATCH /api/v1<path>; ApiError for a problem or no answer."""
         return self._ask("PATCH", path, json=dict(body))
 
-    def delete(self, path: str) -> None:
-        """DELETE /api/v1<path>; ApiError for a problem or no answer."""
+    def put(self, path: str, body: Mapping[str, Any]) -> Any:
+        """The JSON answer to PUT /api/v1<path>; ApiError for a problem or no answer."""
+        return self._ask("PUT", path, json=dict(body))
+
+    def delete(self, path: str, *, scope: str = "admin", **params: Any) -> None:
+        """DELETE /api/v1<path>, which takes a token of that scope; ApiError for a problem or no answer."""
         with self._reaching():
-            answer = self._client.delete(f"/api/v1{path}")
-        if answer.status_code != 204:
-            raise self._problem(answer, "admin")
+            answer = self._client.delete(f"/api/v1{path}", params=params)
+        if answer.status_code not in (200, 204):
+            raise self._problem(answer, scope)
 
     def items(self, path: str, *, limit: int | None = None, **params: Any) -> list[Mapping[str, Any]]:
         """All items of a list, page after page; at most `limit`."""

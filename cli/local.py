@@ -17,10 +17,14 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 from fp8_safeguard.cli.api import MOST_PAGE, ApiError
 from fp8_safeguard.cli.environment import chosen_settings
 from fp8_safeguard.cli.output import Item
+from fp8_safeguard.monitor.observation import StepObservation
 from fp8_safeguard.server import query
 from fp8_safeguard.server.answers import strict_dumps
+from fp8_safeguard.server.baselines import baseline_detail, baselines_of
+from fp8_safeguard.server.control import pins_of
 from fp8_safeguard.server.export import export_run
 from fp8_safeguard.server.migrate import current_revision, head_revision
+from fp8_safeguard.server.observations import observations
 from fp8_safeguard.server.problems import Problem
 from fp8_safeguard.server.runlookup import find_run
 from fp8_safeguard.server.store import Store
@@ -59,9 +63,36 @@ class DatabaseSource:
         """Decisions, the newest first; filters are state and layer."""
         return self._pages(query.decisions, limit, run, **filters)
 
+    def audit(self, run: str, *, limit: int | None = None, **filters: str | None) -> list[Item]:
+        """Who did what, the newest first; the filter is decision."""
+        return self._pages(query.audit, limit, run, **filters)
+
     def readiness(self, run: str, *, from_step: int | None = None, to_step: int | None = None) -> Item:
         """Whether each GEMM could run in FP8, over a range of steps."""
         return self._one(partial(query.readiness, from_step=from_step, to_step=to_step), run)
+
+    def attempts(self, run: str) -> list[Item]:
+        """The tree of attempts."""
+        return self._items(query.attempts_of, run)
+
+    def pins(self, run: str) -> list[Item]:
+        """What people have fixed."""
+        return self._items(pins_of, run)
+
+    def baselines(self, run: str) -> list[Item]:
+        """Baselines, the newest first."""
+        return self._items(baselines_of, run)
+
+    def baseline(self, run: str, number: int) -> Item:
+        """One baseline with its values."""
+        return self._one(lambda conn, name: baseline_detail(conn, name, number), run)
+
+    def observations(
+        self, run: str, from_step: int | None = None, to_step: int | None = None
+    ) -> Iterator[StepObservation]:
+        """What the policy sees of each step of the live branch, in order."""
+        with _as_api_errors(self.name):
+            yield from observations(self.store, run, from_step, to_step)
 
     @contextmanager
     def export(self, run: str, form: str) -> Iterator[Iterator[bytes]]:
@@ -79,6 +110,10 @@ class DatabaseSource:
     def _one(self, ask: Callable[..., Mapping[str, Any]], run: str) -> Item:
         with self._reading() as conn:
             found: Item = _as_json(ask(conn, run))
+        return found
+
+    def _items(self, ask: Callable[..., Mapping[str, Any]], run: str) -> list[Item]:
+        found: list[Item] = list(self._one(ask, run)["items"])
         return found
 
     def _pages(

@@ -8,9 +8,12 @@ import typer
 from typer.core import TyperCommand
 
 from fp8_safeguard.cli import act, manage, options, read
+from fp8_safeguard.cli.baseline import baseline
+from fp8_safeguard.cli.check import check
 from fp8_safeguard.cli.database import db
 from fp8_safeguard.cli.export import export
 from fp8_safeguard.cli.output import fail, print_json
+from fp8_safeguard.cli.replay import replay
 from fp8_safeguard.cli.report import report
 from fp8_safeguard.cli.serving import serve
 from fp8_safeguard.cli.tokens import token
@@ -42,12 +45,15 @@ class Listing(TyperCommand):
         return super().parse_args(ctx, args)
 
 
-for reader in (read.status, read.runs, read.layers):
+for reader in (read.status, read.runs, read.layers, read.plan, read.audit):
     app.command(rich_help_panel=WATCHING)(reader)
 for lister in (read.alerts, read.decisions):
     app.command(cls=Listing, rich_help_panel=WATCHING)(lister)
 app.command(rich_help_panel=WATCHING)(report)
+app.command(rich_help_panel=WATCHING)(replay)
+app.command(rich_help_panel=WATCHING)(check)
 app.command(rich_help_panel=WATCHING)(export)
+app.add_typer(baseline, name="baseline", rich_help_panel=WATCHING)
 app.add_typer(act.alert, name="alert", rich_help_panel=WATCHING)
 app.add_typer(act.decision, name="decision", rich_help_panel=WATCHING)
 app.add_typer(manage.run, name="run", rich_help_panel=WATCHING)
@@ -124,6 +130,9 @@ def train(
     run: Annotated[str | None, typer.Option(help="Name of the run on the server.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Seed of weights and data order.")] = None,
     precision: Annotated[str | None, typer.Option(help="fp8 or bf16.")] = None,
+    fp8_amax_history_len: Annotated[
+        int | None, typer.Option(min=1, help="Delayed scaling, with the amax of so many steps.")
+    ] = None,
     save: Annotated[Path | None, typer.Option(help="Write a checkpoint here at the end.")] = None,
     checkpoint_dir: Annotated[
         Path | None, typer.Option(help="Write periodic checkpoints into this folder.")
@@ -150,6 +159,8 @@ def train(
         "run": run,
         "seed": seed,
         "precision": precision,
+        "scaling": None if fp8_amax_history_len is None else "delayed",
+        "amax_history": fp8_amax_history_len,
     }
     chosen |= {
         "checkpoint_dir": None if checkpoint_dir is None else str(checkpoint_dir),

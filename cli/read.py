@@ -1,4 +1,4 @@
-"""The reading commands: runs, status, layers, alerts and decisions."""
+"""The reading commands: runs, status, layers, alerts, decisions, plan, audit."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -126,12 +126,14 @@ def alerts(
     limit: Limit = None,
     state: Annotated[str | None, typer.Option(help="Only alerts that are open, held or resolved.")] = None,
 ) -> None:
-    """The alerts of a run, the newest first.
+    """The alerts of a run, the newest first, each with the cause that it follows from.
 
     To act on one: fp8-safeguard alert ack|silence|resolve ID.
     """
     with asking(server, database_url, token, run) as (asked, name):
         items = asked.alerts(name, limit=limit, state=state)
+        if not as_json:
+            items = with_causes(asked, name, items)
     columns: Columns = {
         "id": lambda item: item["id"],
         "since": lambda item: item.get("first_step", item.get("step")),
@@ -142,6 +144,7 @@ def alerts(
         "rule": lambda item: item.get("rule"),
         "value": lambda item: item.get("value"),
         "limit": lambda item: item.get("threshold"),
+        "cause": lambda item: item.get("cause"),
         "note": alert_note,
     }
     answer(f"{name}: alerts", items, columns, as_json)
@@ -177,8 +180,66 @@ def decisions(
         "value": lambda item: item.get("value"),
         "state": lambda item: item["state"],
         "effective": lambda item: item.get("effective_step"),
+        "cause": decided_cause,
+        "outcome": lambda item: item.get("outcome"),
     }
     answer(f"{name}: decisions", items, columns, as_json)
+
+
+def plan(
+    run: Run = None,
+    server: Server = None,
+    database_url: ReadFrom = None,
+    token: Token = None,
+    as_json: Json = False,
+) -> None:
+    """The plan in force: every deviation from the configured precision."""
+    with asking(server, database_url, token, run) as (asked, name):
+        found = asked.plan(name)
+    if as_json:
+        print_json(found)
+        return
+    columns: Columns = {
+        "layer": lambda item: item["layer"],
+        "target": lambda item: place(item["target"]),
+        "action": lambda item: item["action"],
+        "value": lambda item: item.get("value"),
+        "decision": lambda item: item["decision_id"],
+        "from step": lambda item: item["not_before_step"],
+        "until step": lambda item: item.get("expires_step"),
+    }
+    if found["entries"]:
+        show(f"{name}: plan, version {found['version']}", found["entries"], columns)
+    else:
+        typer.echo(f"{name}: {plan_line(found, None)}.")
+
+
+def audit(
+    run: Run = None,
+    server: Server = None,
+    database_url: ReadFrom = None,
+    token: Token = None,
+    as_json: Json = False,
+    limit: Limit = None,
+    decision: Annotated[
+        str | None, typer.Option(help="Only what happened to this decision, by its id.")
+    ] = None,
+) -> None:
+    """Who did what when, the newest first: decisions, modes, pins, kill switch.
+
+    Nothing in it is ever changed; it goes with its run.
+    """
+    with asking(server, database_url, token, run) as (asked, name):
+        items = asked.audit(name, limit=limit, decision=decision)
+    columns: Columns = {
+        "when": lambda item: str(item["at"])[:19].replace("T", " "),
+        "step": lambda item: item.get("step"),
+        "who": lambda item: item["actor"],
+        "what": lambda item: item["what"],
+        "decision": lambda item: item.get("decision"),
+        "facts": lambda item: facts_line(item.get("facts") or {}),
+    }
+    answer(f"{name}: audit log", items, columns, as_json)
 
 
 def answer(title: str, items: list[Item], columns: Columns, as_json: bool) -> None:
@@ -198,6 +259,7 @@ def status_lines(detail: Item, plan: Item) -> Iterator[tuple[str, str]]:
     verdict = detail["verdict"]
     yield "why", verdict["why"]
     yield "next", verdict["next"]
+    yield from cause_lines(detail)
     loss = cell(detail["loss"]) or "not sent"
     yield "step", f"{detail['last_step']} (attempt {detail['attempt']}), loss {loss}, mode {detail['mode']}"
     yield "plan", plan_line(plan, detail.get("fallback_budget_used_ratio"))
@@ -205,6 +267,60 @@ def status_lines(detail: Item, plan: Item) -> Iterator[tuple[str, str]]:
     yield "reported", age(detail["last_report"])
     if detail.get("dropped"):
         yield "dropped", f"{detail['dropped']} samples that the client could not keep"
+
+
+def cause_lines(detail: Item) -> Iterator[tuple[str, str]]:
+    """The causes that stand, one a line, and the worst ranks."""
+    from fp8_safeguard.dashboards.causes import cause_view
+    from fp8_safeguard.dashboards.view import rank_rows
+
+    for cause in detail.get("causes") or ():
+        view = cause_view(cause)
+        parts = [view.summary or view.place, view.value, f"decisions {', '.join(cause['decisions'])}"]
+        told = "; ".join(part for part in parts if part)
+        yield "cause", f"{view.title} ({view.kind_words}), since step {cause['first_step']}: {told}"
+    for row in rank_rows(detail.get("ranks") or ()):
+        yield "rank", f"{row.rank} on {row.host}: {row.layer} {row.signal} {row.value}"
+
+
+def with_causes(asked: Source, run: str, items: list[Item]) -> list[Item]:
+    """The alerts with the cause, in words, of the incident that they belong to."""
+    from fp8_safeguard.dashboards.causes import cause_words
+    from fp8_safeguard.dashboards.incidents import fold
+
+    causes = asked.run(run).get("causes") or []
+    if not causes:
+        return items
+    layers = [str(item["layer"]) for item in asked.layers(run, order_by="layer")]
+    named = {
+        item["id"]: cause_words(cause)
+        for cause, group in zip(causes, fold(causes, items, layers), strict=True)
+        for item in group
+    }
+    return [{**item, "cause": named.get(item["id"])} for item in items]
+
+
+def decided_cause(item: Item) -> str:
+    """The cause that a decision names, and whether it is FP8's: `outlier channels (FP8)`."""
+    from fp8_safeguard.dashboards.causes import cause_of, cause_words
+
+    cause = cause_of(item)
+    return "" if cause is None else cause_words(cause)
+
+
+def facts_line(facts: Item) -> str:
+    """What belongs to an act, in one line: `observe to enforce`, `blocks.3.qkv dgrad bf16_fallback`."""
+    if "from" in facts:
+        return f"{facts['from']} to {facts['to']}"
+    if "outcome" in facts:
+        return str(facts["outcome"])
+    if "layer" in facts:
+        value = "" if facts.get("value") is None else str(facts["value"])
+        words = (facts["layer"], place(facts.get("target") or {}), facts.get("action") or "left alone", value)
+        return " ".join(str(word) for word in words if word)
+    if "plan" in facts:
+        return f"{len(facts['plan']['entries'])} entries and {len(facts['pins'])} pins dropped"
+    return ""
 
 
 def plan_line(plan: Item, budget_used: float | None) -> str:

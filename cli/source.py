@@ -6,11 +6,14 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 from urllib.parse import urlsplit
 
 from fp8_safeguard.cli.api import DEFAULT_SERVER, Api, ApiError, in_path
 from fp8_safeguard.cli.output import Item, fail, printable, say
+
+if TYPE_CHECKING:
+    from fp8_safeguard.monitor.observation import StepObservation
 
 USUAL_FILES = ("fp8-safeguard.db", "demo-data/demo.db")
 """What `serve` and `demo` write into the folder that they are started in."""
@@ -36,7 +39,21 @@ class Source(Protocol):
 
     def decisions(self, run: str, *, limit: int | None = None, **filters: str | None) -> list[Item]: ...
 
+    def audit(self, run: str, *, limit: int | None = None, **filters: str | None) -> list[Item]: ...
+
     def readiness(self, run: str, *, from_step: int | None = None, to_step: int | None = None) -> Item: ...
+
+    def attempts(self, run: str) -> list[Item]: ...
+
+    def pins(self, run: str) -> list[Item]: ...
+
+    def baselines(self, run: str) -> list[Item]: ...
+
+    def baseline(self, run: str, number: int) -> Item: ...
+
+    def observations(
+        self, run: str, from_step: int | None = None, to_step: int | None = None
+    ) -> Iterator["StepObservation"]: ...
 
     @contextmanager
     def export(self, run: str, form: str) -> Iterator[Iterator[bytes]]: ...
@@ -75,10 +92,43 @@ class ServerSource:
         """Decisions, the newest first; filters are state and layer."""
         return self._api.items(f"/runs/{in_path(run)}/decisions", limit=limit, **filters)
 
+    def audit(self, run: str, *, limit: int | None = None, **filters: str | None) -> list[Item]:
+        """Who did what, the newest first; the filter is decision."""
+        return self._api.items(f"/runs/{in_path(run)}/audit", limit=limit, **filters)
+
     def readiness(self, run: str, *, from_step: int | None = None, to_step: int | None = None) -> Item:
         """Whether each GEMM could run in FP8, over a range of steps."""
         found: Item = self._api.get(f"/runs/{in_path(run)}/readiness", from_step=from_step, to_step=to_step)
         return found
+
+    def attempts(self, run: str) -> list[Item]:
+        """The tree of attempts."""
+        return self._api.items(f"/runs/{in_path(run)}/attempts")
+
+    def pins(self, run: str) -> list[Item]:
+        """What people have fixed."""
+        return self._api.items(f"/runs/{in_path(run)}/pins")
+
+    def baselines(self, run: str) -> list[Item]:
+        """Baselines, the newest first."""
+        return self._api.items(f"/runs/{in_path(run)}/baselines")
+
+    def baseline(self, run: str, number: int) -> Item:
+        """One baseline with its values."""
+        found: Item = self._api.get(f"/runs/{in_path(run)}/baselines/{number}")
+        return found
+
+    def observations(
+        self, run: str, from_step: int | None = None, to_step: int | None = None
+    ) -> Iterator["StepObservation"]:
+        """What the policy sees of each step of the live branch, in order."""
+        from fp8_safeguard.cli.export import lines
+        from fp8_safeguard.cli.observed import observed
+
+        span = {"from_step": from_step, "to_step": to_step}
+        wanted = {name: value for name, value in span.items() if value is not None}
+        with self._api.stream(f"/runs/{in_path(run)}/samples", **wanted) as pieces:
+            yield from observed(lines(pieces))
 
     @contextmanager
     def export(self, run: str, form: str) -> Iterator[Iterator[bytes]]:

@@ -1,6 +1,7 @@
 """One training run from the command line."""
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,10 @@ def run_training(
     """
     with start_trainer(preset=preset, config=config, resume=resume, changes=changes) as trainer:
         log_every = trainer.config.log_every
-        with progress(steps, start_step=trainer.step, log_every=log_every) as show:
+        # Of several ranks, which all see the same, the first one shows it.
+        first = trainer.replicas.rank == 0
+        shown = progress(steps, start_step=trainer.step, log_every=log_every) if first else nullcontext(None)
+        with shown as show:
             interruption = run_interruptible(trainer, steps, show, save=save)
         if save is not None and interruption is None:
             trainer.save(save)

@@ -4,9 +4,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fp8_safeguard.dashboards.causes import CauseView, cause_of, cause_view, remedy_of
 from fp8_safeguard.dashboards.metrics import format_limit, format_value, metric_view
 from fp8_safeguard.dashboards.timeline import describe_target
 from fp8_safeguard.dashboards.view import number, slot_words
+from fp8_safeguard.monitor.diagnosis import RUN
 
 ACTION_WORDS = {
     "bf16_fallback": "to BF16",
@@ -51,19 +53,33 @@ class DecisionRow:
     actor: str
     acts: tuple[str, ...]
     """Of approve, reject, revert: those that its state and the run's mode allow."""
+    cause: CauseView | None
+    outcome: str
+    """What came of it, once it has been graded."""
+    history: tuple[str, ...]
+    """Who did what when, the oldest first."""
+    waiting: int
+    """Proposals of the same remedy, itself included, that wait together; said by the first of them only, else 0."""
+    remedy: str
+    """Which remedy it is a part of, in words; empty for one that stands alone."""
 
 
 def decision_rows(items: Iterable[Mapping[str, Any]], *, mode: str) -> list[DecisionRow]:
-    """The decisions of a run, as the API orders them."""
-    return [_decision_row(item, mode) for item in items]
+    """The decisions of a run, as the API orders them, those of one remedy beside each other."""
+    groups: dict[Any, list[Mapping[str, Any]]] = {}
+    for place, item in enumerate(items):
+        groups.setdefault(remedy_of(item) or place, []).append(item)
+    return [_decision_row(item, mode, group) for group in groups.values() for item in group]
 
 
-def _decision_row(item: Mapping[str, Any], mode: str) -> DecisionRow:
-    state, step, layer = str(item["state"]), int(item["step"]), str(item.get("layer") or "")
+def _decision_row(item: Mapping[str, Any], mode: str, group: Sequence[Mapping[str, Any]]) -> DecisionRow:
+    state, step, layer = str(item["state"]), int(item["step"]), layer_of(item)
     effective = item.get("effective_step")
     value = "" if item.get("value") is None else f" {item['value']}"
     action = ACTION_WORDS.get(str(item["action"]), str(item["action"]).replace("_", " "))
     reason = str(item.get("reason") or "")
+    cause = cause_of(item)
+    waiting = [one for one in group if one["state"] == "proposed" and one["action"] != "advice"]
     return DecisionRow(
         id=str(item["id"]),
         layer=layer,
@@ -78,8 +94,37 @@ def _decision_row(item: Mapping[str, Any], mode: str) -> DecisionRow:
         when=f"decided at step {step:,}"
         + ("" if effective is None else f", effective from step {int(effective):,}"),
         actor=str(item.get("actor") or "policy"),
-        acts=_acts(state, str(item["action"]), mode),
+        acts=(acts := _acts(state, str(item["action"]), mode)),
+        cause=None if cause is None else cause_view(cause),
+        outcome=str(item.get("outcome") or ""),
+        history=tuple(_history(item.get("history") or ())),
+        waiting=len(waiting) if len(waiting) > 1 and waiting[0] is item and "approve" in acts else 0,
+        remedy=_remedy_words(item, len(group)),
     )
+
+
+def _remedy_words(item: Mapping[str, Any], shown: int) -> str:
+    remedy = (item.get("evidence") or {}).get("remedy")
+    named = remedy if isinstance(remedy, Mapping) else {"name": remedy}
+    entries = named.get("entries", shown)
+    if remedy is None or not isinstance(entries, int) or entries < 2:
+        return ""
+    return f"one of {entries} parts of the remedy {named.get('name')}"
+
+
+def layer_of(item: Mapping[str, Any]) -> str:
+    """The layer that a decision is about; empty for one on the whole run."""
+    layer = str(item.get("layer") or "")
+    return "" if layer == RUN else layer
+
+
+def _history(acts: Iterable[Mapping[str, Any]]) -> Iterable[str]:
+    for act in acts:
+        at = str(act.get("at") or "")[:19].replace("T", " ")
+        step = "" if act.get("step") is None else f" at step {int(act['step']):,}"
+        outcome = (act.get("facts") or {}).get("outcome")
+        said = f": {outcome}" if outcome else ""
+        yield f"{at} UTC: {act.get('what')}{step} by {act.get('actor')}{said}"
 
 
 def _acts(state: str, action: str, mode: str) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fp8_safeguard.dashboards.alerts import AlertRow, alert_rows, urgency
+from fp8_safeguard.dashboards.causes import CauseView
 from fp8_safeguard.dashboards.decisions import DecisionRow, decision_rows
 from fp8_safeguard.dashboards.layer_figures import slot_colour
 from fp8_safeguard.dashboards.layer_precision import decision_number
@@ -103,6 +104,7 @@ class DecisionCard:
     when: str
     evidence: list[str]
     outcome: str
+    cause: CauseView | None
     actions: list[Action]
 
 
@@ -268,21 +270,21 @@ def _alert_actions(alert: Mapping[str, Any]) -> list[Action]:
 def decision_cards(decisions: Iterable[Mapping[str, Any]], mode: str) -> list[DecisionCard]:
     """The layer's decisions in the list's words, the newest first."""
     known = list(decisions)
-    return [
-        _decision_card(row, made) for row, made in zip(decision_rows(known, mode=mode), known, strict=True)
-    ]
+    modes = {str(made["id"]): str(made["mode"]) for made in known}
+    return [_decision_card(row, modes[row.id]) for row in decision_rows(known, mode=mode)]
 
 
-def _decision_card(row: DecisionRow, decision: Mapping[str, Any]) -> DecisionCard:
+def _decision_card(row: DecisionRow, mode: str) -> DecisionCard:
     return DecisionCard(
         id=row.id,
         number=decision_number(row.id),
         state=row.state,
         title=row.what,
         reason=row.reason,
-        when=f"{row.when}, by {row.actor} ({decision['mode']})",
+        when=f"{row.when}, by {row.actor} ({mode})",
         evidence=list(row.evidence),
-        outcome=str(decision.get("outcome") or ""),
+        outcome=row.outcome,
+        cause=row.cause,
         actions=[DECISION_ACTIONS[act](f"/api/v1/decisions/{row.id}") for act in row.acts],
     )
 

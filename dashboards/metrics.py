@@ -66,6 +66,7 @@ VIEWS: dict[str, MetricView] = {
                           bounds=(0.0, 40.0), worse_when_low=True),
     "tile_sqnr_p01_db": MetricView(label="SQNR, worst 1 % of blocks", unit="dB", bounds=(0.0, 40.0),
                                    definition="SQNR that 99 % of the quantisation blocks reach", worse_when_low=True),
+    "mse": MetricView(label="mean squared error", definition="Σ(x − xq)² over the number of finite elements"),
     "kurtosis": MetricView(label="kurtosis", definition="n Σx⁴ / (Σx²)²; a Gaussian has 3", log_bounds=(1.0, 1e5)),
     "amax": MetricView(label="amax", definition="largest finite magnitude of the tensor"),
     "nonfinite_count": MetricView(label="NaN and Inf", unit="elements", definition="NaN and Inf elements of the tensor"),

@@ -8,6 +8,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
+from fp8_safeguard.dashboards.causes import cause_of, cause_words
 from fp8_safeguard.dashboards.theme import Theme, base_layout, empty_note, escape, get_theme, step_axis
 
 HOVER_ENTRIES = 8
@@ -149,12 +150,15 @@ def _describe(decision: Mapping[str, Any]) -> list[str]:
     value = f" = {decision['value']}" if decision.get("value") is not None else ""
     effective = decision.get("effective_step")
     state = str(decision.get("state", ""))
+    cause = cause_of(decision)
     # A layer may be called "0": without quotes it reads as a number.
     layer = f" “{decision['layer']}”" if decision.get("layer") else ""
     return [
         f"{decision['action']}{value}{layer} · {target}",
         str(decision.get("reason", "")),
         state if effective is None else f"{state}, effective from step {effective:,}",
+        *([f"cause: {cause_words(cause)}"] if cause is not None else []),
+        *([f"outcome: {decision['outcome']}"] if decision.get("outcome") else []),
     ]
 
 

@@ -95,6 +95,35 @@ def alert_words(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{count:,} {name}" for name, count in known if count) or "none"
 
 
+@dataclass(frozen=True, kw_only=True)
+class RankRow:
+    """One of the worst ranks of the newest sample."""
+
+    rank: str
+    host: str
+    layer: str
+    signal: str
+    value: str
+
+
+def rank_rows(records: Iterable[Mapping[str, Any]]) -> list[RankRow]:
+    """The worst ranks in words, as the client ordered them; a field that it did not send is a dash."""
+    rows = []
+    for record in records:
+        shown = metric_view(str(record.get("metric") or ""))
+        signal = f"{shown.label} {slot_words(record)}" if record.get("metric") else slot_words(record)
+        rows.append(
+            RankRow(
+                rank="–" if record.get("rank") is None else str(record["rank"]),
+                host=str(record.get("host") or "–"),
+                layer=str(record.get("layer") or ""),
+                signal=signal.strip() or "–",
+                value=format_value(number(record.get("value")), shown),
+            )
+        )
+    return rows
+
+
 def layer_rows(items: Iterable[Mapping[str, Any]]) -> list[LayerRow]:
     """The worst-layers table: each layer's worst signal against the threshold it is judged by."""
     return [_layer_row(item) for item in items]

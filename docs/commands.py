@@ -15,10 +15,10 @@ HEAD = """# Command line
 
 Written by `docs/commands.py` from the commands themselves.
 
-**Exit codes.** 0: it worked. 1: it did not; or the answer is bad, where a command says so (`status --exit-code`, `report --exit-code`, `db check`).
+**Exit codes.** 0: it worked. 1: it did not; or the answer is bad, where a command says so (`status --exit-code`, `report --exit-code`, `check`, `db check`).
 2: it was asked wrongly. An interrupt ends with 130. Answers go to standard output, everything else to standard error.
 
-**Where answers come from.** `status`, `runs`, `layers`, `alerts`, `decisions`, `report` and `export` ask the first of these that is given:
+**Where answers come from.** `status`, `runs`, `layers`, `alerts`, `decisions`, `plan`, `audit`, `report`, `replay`, `check`, `baseline` and `export` ask the first of these that is given:
 
 1. `--server` or `--database-url` (both at once is an error);
 2. `FP8_SAFEGUARD_SERVER`;

@@ -82,6 +82,7 @@ _TARGET = {
 _VALUE: Schema = {"anyOf": [{"type": "number"}, TEXT, {"type": "null"}]}
 _RUN_VALUES = {"loss": MEASURED, "gradient_norm": MEASURED, "learning_rate": MEASURED}
 _BY = {"by": {"type": "string", "minLength": 1, "maxLength": 200, "pattern": "^[ -~]+$"}}
+_CHANGES = {"mode": one_of(MODES), "thresholds": one_of(tuple(PRESETS)), "ended": FLAG}
 _SAMPLE_COLUMN: Schema = {
     "description": "A list in slot order, or in msgpack {dtype, data} with raw little-endian values.",
     "anyOf": [{"type": "array"}, {"type": "object"}],
@@ -148,6 +149,7 @@ SCHEMAS: dict[str, Schema] = {
             "ranks": listed({"type": "object"}),
             "coverage": maybe(listed(record("A weight matrix.", MATRIX), maxItems=MAX_ROWS)),
             "sampling": maybe(_SAMPLING),
+            "local_decisions": maybe(listed({"type": "object"}, maxItems=256)),
         },
     ),
     "Samples": record(
@@ -164,6 +166,11 @@ SCHEMAS: dict[str, Schema] = {
             "plan": maybe(ref("Plan")),
             "decisions": listed(ref("Decision")),
             "alerts": listed(ref("Alert")),
+        },
+        {
+            "local_decisions": listed(
+                TEXT, description="Ids of the sample's local decisions: the server has them now."
+            )
         },
     ),
     "Replies": record(
@@ -192,13 +199,15 @@ SCHEMAS: dict[str, Schema] = {
             "plan_version": COUNT,
             "thresholds": one_of(tuple(PRESETS)),
             "sampling": maybe(_SAMPLING),
+            "causes": listed(ref("Cause")),
+            "ranks": listed({"type": "object"}, description="The worst ranks of the newest sample."),
         },
     ),
     "RunChange": record(
         "What is to change.",
         {},
-        {"mode": one_of(MODES), "thresholds": one_of(tuple(PRESETS)), "ended": FLAG},
-        minProperties=1,
+        {**_CHANGES, **_BY},
+        anyOf=[{"required": [name]} for name in _CHANGES],
         additionalProperties=False,
     ),
     "Attempt": record(
@@ -285,7 +294,24 @@ SCHEMAS: dict[str, Schema] = {
             "effective_step": maybe(COUNT),
             "created": TIME,
         },
-        {"outcome": ANY},
+        {"outcome": maybe(TEXT), "history": listed(ref("Act")), "waiting": listed(TEXT)},
+    ),
+    "Act": record(
+        "What somebody did, or what happened to a decision.",
+        {"what": TEXT, "actor": TEXT, "at": TIME, "step": maybe(COUNT)},
+        {"id": COUNT, "decision": maybe(TEXT), "facts": {"type": "object"}},
+    ),
+    "Cause": record(
+        "Why numbers are as they are, as decisions carry it in their evidence.",
+        {"name": TEXT, "kind": TEXT, "summary": TEXT, "first_step": COUNT, "step": COUNT},
+        {
+            "layer": maybe(TEXT),
+            "slot": maybe({"type": "object"}),
+            "advice": maybe(TEXT),
+            "value": MEASURED,
+            "evidence": {"type": "object"},
+            "decisions": listed(TEXT),
+        },
     ),
     "Alert": record(
         "Something that people should know.",
@@ -308,6 +334,7 @@ SCHEMAS: dict[str, Schema] = {
         },
     ),
     "By": record("Who does it.", {}, _BY),
+    "Approval": record("Who approves, and how much.", {}, {**_BY, "all_of_remedy": FLAG}),
     "Silence": record(
         "How long to keep quiet.",
         {},
@@ -347,9 +374,8 @@ SCHEMAS: dict[str, Schema] = {
             "samples": listed(ref("Sample")),
         },
     ),
-    "Baseline": record("A healthy window.", {}),
     **{
         f"{name}Page": page_of(name)
-        for name in ("Run", "Attempt", "Layer", "Decision", "Alert", "Pin", "Baseline")
+        for name in ("Run", "Attempt", "Layer", "Decision", "Act", "Alert", "Pin", "Baseline")
     },
 }

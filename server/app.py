@@ -17,6 +17,7 @@ from fp8_safeguard.server.metrics import IngestMeters, RunCollector
 from fp8_safeguard.server.migrate import upgrade
 from fp8_safeguard.server.routes import (
     alerts,
+    baselines,
     decisions,
     drilldown,
     events,
@@ -89,7 +90,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 def _include_routes(app: FastAPI) -> None:
     app.include_router(health.router)
     # `/runs/{run}:kill-switch` goes before `/runs/{run}`, which would match it too.
-    for part in (ingest, decisions, alerts, runs, queries, drilldown, events):
+    for part in (ingest, decisions, alerts, runs, queries, baselines, drilldown, events):
         app.include_router(part.router, prefix=API_PREFIX)
     app.include_router(drilldown.pages)
     app.include_router(login.router)

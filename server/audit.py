@@ -1,7 +1,8 @@
-"""Rows behind decisions: what was decided, sent and applied."""
+"""Rows behind decisions, and the log of who did what when."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sqlalchemy import Connection, Row, select
@@ -12,7 +13,43 @@ from fp8_safeguard.monitor.wire import Sample
 from fp8_safeguard.server.answers import strict_dumps
 from fp8_safeguard.server.auditview import decision_item
 from fp8_safeguard.server.events import Event
-from fp8_safeguard.server.tables import decisions, pins
+from fp8_safeguard.server.store import freshness_of
+from fp8_safeguard.server.tables import audit_log, decisions, pins
+
+POLICY, CLIENT = "policy", "client"
+"""Actors that are no person: the server's own policy, and the training side."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Act:
+    """One thing that somebody did."""
+
+    actor: str
+    what: str
+    """A state that a decision entered, `graded`, or mode, thresholds, baseline, ended, pin, release, kill-switch."""
+    decision: str | None = None
+    step: int | None = None
+    """The training step that it belongs to, where that is known."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+def note(conn: Connection, run_id: int, acts: Iterable[Act]) -> None:
+    """Add to the log of a run; nothing in it is ever changed."""
+    now = freshness_of(conn)[0]
+    rows = [
+        {
+            "run_id": run_id,
+            "created_at": now,
+            "actor": act.actor,
+            "what": act.what,
+            "decision_id": act.decision,
+            "step": act.step,
+            "body": strict_dumps(dict(act.facts)),
+        }
+        for act in acts
+    ]
+    if rows:
+        conn.execute(audit_log.insert(), rows)
 
 
 def record_decisions(
@@ -22,9 +59,12 @@ def record_decisions(
 
     `plan_version` is that of the plan which holds those that changed it.
     """
+    made = list(made)
     rows = [_decision_row(run, decision, plan_version, now) for decision in made]
     if not rows:
         return []
+    begun = (Act(actor=one.actor, what=one.state, decision=one.id, step=one.step) for one in made)
+    note(conn, run.id, begun)
     insert = decisions.insert().returning(*decisions.c, sort_by_parameter_order=True)
     return [decision_item(row) for row in conn.execute(insert, rows)]
 
@@ -52,7 +92,7 @@ def mark_sent(conn: Connection, run: Row[Any], plan_version: int) -> list[Event]
         run,
         decisions.c.state == "approved",
         decisions.c.plan_version <= plan_version,
-        state="sent",
+        act=Act(actor=POLICY, what="sent"),
     )
 
 
@@ -65,25 +105,46 @@ def mark_applied(conn: Connection, run: Row[Any], sample: Sample) -> list[Event]
         run,
         decisions.c.state.in_(("approved", "sent")),
         decisions.c.plan_version <= sample.plan_version,
-        state="applied",
+        act=Act(actor=CLIENT, what="applied", step=sample.effective_step),
         effective_step=sample.effective_step,
     )
 
 
-def _advance(conn: Connection, run: Row[Any], *which: Any, **values: Any) -> list[Event]:
-    changed = conn.execute(
-        decisions.update().where(decisions.c.run_id == run.id, *which).values(values).returning(*decisions.c)
-    ).all()
+def _advance(conn: Connection, run: Row[Any], *which: Any, act: Act, **values: Any) -> list[Event]:
+    mine = decisions.update().where(decisions.c.run_id == run.id, *which)
+    changed = conn.execute(mine.values({"state": act.what, **values}).returning(*decisions.c)).all()
+    note(conn, run.id, (replace(act, decision=row.id) for row in changed))
     return [Event(run=run.name, kind="decision", data=decision_item(row)) for row in changed]
 
 
-def expire_proposals(conn: Connection, before: PolicyState, after: PolicyState) -> None:
+def expire_proposals(conn: Connection, run: Row[Any], before: PolicyState, after: PolicyState) -> list[Event]:
     """Proposals that the policy has dropped: what asked for them has gone."""
     kept = {made.decision_id for made in after.proposals.values()}
     gone = [made.decision_id for made in before.proposals.values() if made.decision_id not in kept]
-    if gone:
-        stale = (decisions.c.id.in_(gone), decisions.c.state == "proposed")
-        conn.execute(decisions.update().where(*stale).values(state="expired"))
+    if not gone:
+        return []
+    which = (decisions.c.id.in_(gone), decisions.c.state == "proposed")
+    return _advance(conn, run, *which, act=Act(actor=POLICY, what="expired", step=after.last_step))
+
+
+def record_grades(
+    conn: Connection, run: Row[Any], grades: Mapping[str, str], step: int | None
+) -> list[Event]:
+    """Store the outcomes that a step told of earlier decisions; one that says the same again changes nothing."""
+    mine = (decisions.c.run_id == run.id, decisions.c.id.in_(list(grades)))
+    found = conn.execute(select(decisions).where(*mine).order_by(decisions.c.number)).all() if grades else ()
+    events, acts = [], []
+    for row in found:
+        body, outcome = json.loads(row.body), grades[row.id]
+        if body.get("outcome") == outcome:
+            continue
+        text = strict_dumps({**body, "outcome": outcome})
+        update = decisions.update().where(decisions.c.number == row.number).values(body=text)
+        changed = conn.execute(update.returning(*decisions.c)).one()
+        acts.append(Act(actor=POLICY, what="graded", decision=row.id, step=step, facts={"outcome": outcome}))
+        events.append(Event(run=run.name, kind="decision", data=decision_item(changed)))
+    note(conn, run.id, acts)
+    return events
 
 
 def refreshed(conn: Connection, shown: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Decisions, alerts and the plan as lists."""
+"""Decisions, alerts, the plan and the audit log as lists."""
 
 import json
 from collections.abc import Iterable
@@ -14,6 +14,7 @@ from fp8_safeguard.server.paging import DEFAULT_PAGE, decode_token, encode_token
 from fp8_safeguard.server.runlookup import find_run
 from fp8_safeguard.server.store import freshness_of
 from fp8_safeguard.server.tables import alerts as alert_table
+from fp8_safeguard.server.tables import audit_log
 from fp8_safeguard.server.tables import decisions as decision_table
 
 
@@ -45,13 +46,47 @@ def decisions(
     if layer is not None:
         query = query.where(decision_table.c.layer == layer)
     rows, token = _page(conn, query, decision_table.c.number, page_size, page_token)
-    return {"items": [decision_item(found) for found in rows], "next_page_token": token}
+    items = with_history(conn, [decision_item(found) for found in rows])
+    return {"items": items, "next_page_token": token}
 
 
 def decision_item(row: Row[Any]) -> dict[str, Any]:
     """The contract's decision from its row."""
     changing = {"state": row.state, "effective_step": row.effective_step}
     return {**json.loads(row.body), **changing, "created": rfc3339(row.created_at)}
+
+
+def with_history(conn: Connection, items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same decisions, each with its `history`: what happened to it, when, by whom, the oldest first."""
+    found: dict[str, list[dict[str, Any]]] = {item["id"]: [] for item in items}
+    query = select(audit_log).where(audit_log.c.decision_id.in_(list(found))).order_by(audit_log.c.id)
+    for row in conn.execute(query) if found else ():
+        found[row.decision_id].append(_act(row))
+    return [{**item, "history": found[item["id"]]} for item in items]
+
+
+def audit(
+    conn: Connection,
+    run: str,
+    *,
+    decision: str | None = None,
+    page_size: int = DEFAULT_PAGE,
+    page_token: str | None = None,
+) -> dict[str, Any]:
+    """Who did what when in a run, the newest first; of one decision, if named. Raises Problem 404."""
+    row = find_run(conn, run)
+    query = select(audit_log).where(audit_log.c.run_id == row.id)
+    if decision is not None:
+        query = query.where(audit_log.c.decision_id == decision)
+    rows, token = _page(conn, query, audit_log.c.id, page_size, page_token)
+    items = [{"id": found.id, "decision": found.decision_id, **_act(found)} for found in rows]
+    return {"items": items, "next_page_token": token}
+
+
+def _act(row: Row[Any]) -> dict[str, Any]:
+    facts = json.loads(row.body)
+    act = {"what": row.what, "actor": row.actor, "at": rfc3339(row.created_at), "step": row.step}
+    return {**act, **({"facts": facts} if facts else {})}
 
 
 def alerts(

@@ -7,6 +7,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, func, select
 
+from fp8_safeguard.dashboards.causes import remedy_of
 from fp8_safeguard.monitor import policy
 from fp8_safeguard.monitor.document import escape
 from fp8_safeguard.monitor.formats import ScaleError, check_multiplier
@@ -17,7 +18,8 @@ from fp8_safeguard.monitor.thresholds import PRESETS
 from fp8_safeguard.monitor.wire import MODES
 from fp8_safeguard.server import audit, slotlists
 from fp8_safeguard.server.answers import strict_dumps
-from fp8_safeguard.server.auditview import decision_item
+from fp8_safeguard.server.audit import Act
+from fp8_safeguard.server.auditview import decision_item, with_history
 from fp8_safeguard.server.deciding import config_of
 from fp8_safeguard.server.events import Event
 from fp8_safeguard.server.policystore import load_state, save_state
@@ -34,9 +36,12 @@ _ON_OPERANDS = ("scale_multiplier", "scale_rounding", "format", "amax_history", 
 """Actions on what a scale belongs to: an operand, or all of a layer."""
 
 
-def change_run(conn: Connection, run: str, changes: Mapping[str, Any], now: float) -> list[Event]:
+def change_run(
+    conn: Connection, run: str, changes: Mapping[str, Any], now: float, actor: str = PERSON
+) -> list[Event]:
     """Change mode, thresholds or end of a run. Raises Problem 404 or 422."""
     row = find_run(conn, run)
+    changes = {name: value for name, value in changes.items() if name != "by"}
     allowed: dict[str, tuple[Any, ...]] = {
         "mode": MODES,
         "thresholds": tuple(PRESETS),
@@ -65,6 +70,9 @@ def change_run(conn: Connection, run: str, changes: Mapping[str, Any], now: floa
     if "ended" in changes:
         values["ended_at"] = now if changes["ended"] else None
     conn.execute(runs.update().where(runs.c.id == row.id).values(values))
+    before = {"mode": row.mode, "thresholds": row.preset, "ended": row.ended_at is not None}
+    facts = {name: {"from": before[name], "to": value} for name, value in changes.items()}
+    audit.note(conn, row.id, (Act(actor=actor, what=name, facts=fact) for name, fact in facts.items()))
     return [Event(run=run, kind="state", data=dict(changes))]
 
 
@@ -78,12 +86,31 @@ def delete_run(conn: Connection, run: str) -> None:
     conn.execute(slot_lists.delete().where(slot_lists.c.id.not_in(used)))
 
 
-def approve(conn: Connection, decision: str, actor: str) -> Answer:
-    """Put a proposed decision into the plan. Raises Problem 404 or 409."""
+def approve(conn: Connection, decision: str, actor: str, *, together: bool = False) -> Answer:
+    """Put a proposed decision into the plan; `together`: with the others of its remedy. Raises Problem 404 or 409.
+
+    The answer's `waiting` names those of its remedy that are proposed still.
+    """
     row, run = _find_decision(conn, decision)
     _expect_state(row, ("proposed",), "approved")
     _refuse_observing(run)
-    return _apply(conn, run, row, policy.approve, state="approved", actor=actor)
+    item, events = _apply(conn, run, row, policy.approve, state="approved", actor=actor)
+    waiting = partners(conn, row)
+    for other in waiting if together else ():
+        found, changed = _find_decision(conn, other)
+        events += _apply(conn, changed, found, policy.approve, state="approved", actor=actor)[1]
+    return {**item, "waiting": [] if together else waiting}, events
+
+
+def partners(conn: Connection, row: Row[Any]) -> list[str]:
+    """The other decisions of a decision's remedy that wait for a person: half a remedy helps little."""
+    remedy = remedy_of(json.loads(row.body))
+    if remedy is None:
+        return []
+    waiting = (decisions.c.run_id == row.run_id, decisions.c.state == "proposed", decisions.c.id != row.id)
+    asking = select(decisions.c.id, decisions.c.body).where(*waiting, decisions.c.action != "advice")
+    query = asking.order_by(decisions.c.number)
+    return [found.id for found in conn.execute(query) if remedy_of(json.loads(found.body)) == remedy]
 
 
 def reject(conn: Connection, decision: str, actor: str) -> Answer:
@@ -113,8 +140,10 @@ def _apply(conn: Connection, run: Row[Any], row: Row[Any], change: Any, *, state
     updated = conn.execute(
         decisions.update().where(decisions.c.number == row.number).values(values).returning(*decisions.c)
     ).one()
+    audit.note(conn, run.id, [Act(actor=actor, what=state, decision=row.id, step=before.last_step)])
     item = decision_item(updated)
-    return item, [Event(run=run.name, kind="decision", data=item), *_plan_events(run, before, after)]
+    events = [Event(run=run.name, kind="decision", data=item), *_plan_events(run, before, after)]
+    return with_history(conn, [item])[0], events
 
 
 def _memory(conn: Connection, run: Row[Any]) -> tuple[Row[Any], PolicyState]:
@@ -183,6 +212,7 @@ def put_pin(conn: Connection, run: str, pin: Mapping[str, Any], actor: str, now:
     body["decision_id"] = decision_id
     key = {"run_id": row.id, "layer": layer, "target": target.key}
     conn.execute(pins.insert().values(**key, body=strict_dumps(body)))
+    audit.note(conn, row.id, [Act(actor=actor, what="pin", decision=decision_id, facts=body)])
     return body, events
 
 
@@ -265,7 +295,10 @@ def _pinned(conn: Connection, run: Row[Any], layer: str, target: Target) -> dict
 def _release(conn: Connection, run: Row[Any], layer: str, target: Target, actor: str) -> list[Event]:
     pinned = _pinned(conn, run, layer, target)
     conn.execute(pins.delete().where(*_where_pin(run, layer, target)))
-    if pinned is None or pinned["decision_id"] is None:
+    if pinned is None:
+        return []
+    audit.note(conn, run.id, [Act(actor=actor, what="release", decision=pinned["decision_id"], facts=pinned)])
+    if pinned["decision_id"] is None:
         return []
     row, current = _find_decision(conn, pinned["decision_id"])
     if row.state not in ("approved", "sent", "applied"):
@@ -299,11 +332,15 @@ def _decide_by_hand(
     return item, [Event(run=run.name, kind="decision", data=item), *_plan_events(run, before, after)]
 
 
-def kill_switch(conn: Connection, run: str) -> list[Event]:
+def kill_switch(conn: Connection, run: str, actor: str = PERSON) -> list[Event]:
     """Empty the plan, drop proposals and pins, and only observe from here on."""
     row = find_run(conn, run)
     attempt, before = _memory(conn, row)
     after = policy.kill(before, before.last_step or 0)
+    dropped = pins_of(conn, run)["items"]
+    plan = before.plan.to_wire()
+    facts = {"mode": {"from": row.mode, "to": "observe"}, "plan": plan, "pins": dropped}
+    audit.note(conn, row.id, [Act(actor=actor, what="kill-switch", step=before.last_step, facts=facts)])
     save_state(conn, row, attempt.id, after, config_of(conn, row))
     conn.execute(runs.update().where(runs.c.id == row.id).values(mode="observe"))
     conn.execute(pins.delete().where(pins.c.run_id == row.id))
@@ -311,6 +348,8 @@ def kill_switch(conn: Connection, run: str) -> list[Event]:
     in_force = decisions.c.state.in_(("approved", "sent", "applied"))
     gone = [*_set_state(conn, "reverted", mine, in_force, decisions.c.id.in_(_entry_ids(before)))]
     gone += _set_state(conn, "expired", mine, decisions.c.state == "proposed")
+    ended = (Act(actor=actor, what=one.state, decision=one.id, step=before.last_step) for one in gone)
+    audit.note(conn, row.id, ended)
     events = [Event(run=run, kind="decision", data=decision_item(found)) for found in gone]
     state = Event(run=run, kind="state", data={"mode": "observe", "kill_switch": True})
     return [*events, *_plan_events(row, before, after), state]

@@ -13,7 +13,7 @@ from fp8_safeguard.monitor.observation import StepObservation, scalars_of
 from fp8_safeguard.monitor.plan import Plan
 from fp8_safeguard.monitor.policy import PolicyConfig, PolicyState, decide
 from fp8_safeguard.monitor.wire import Sample
-from fp8_safeguard.server import alertlog, audit, slotlists
+from fp8_safeguard.server import alertlog, audit, baselines, local, slotlists
 from fp8_safeguard.server.auditview import alert_items
 from fp8_safeguard.server.branch import visible_rows
 from fp8_safeguard.server.events import Event
@@ -44,8 +44,14 @@ def after_sample(conn: Connection, run: Row[Any], attempt: Row[Any], sample: Sam
     `attempt` is its row, and `newest`: whether it is the run's newest. Only that one is decided on.
     """
     raised = Raised(run.plan_version)
-    raised.events += audit.mark_applied(conn, run, sample)
-    plan = _decide_ready(conn, run, attempt, raised, now) if attempt.newest else audit.plan_from(run)
+    if not sample.local_decisions:
+        # Until they are taken over, the client's versions are its own.
+        raised.events += audit.mark_applied(conn, run, sample)
+    if attempt.newest:
+        plan = _decide_ready(conn, run, attempt, sample, raised, now)
+    else:
+        plan = audit.plan_from(run)
+        raised.events += local.note(conn, run, sample, config_of(conn, run), now)
     raised.plan_version = plan.version
     if sample.plan_version < plan.version:
         raised.plan = plan.to_wire()
@@ -54,22 +60,28 @@ def after_sample(conn: Connection, run: Row[Any], attempt: Row[Any], sample: Sam
     return raised
 
 
-def _decide_ready(conn: Connection, run: Row[Any], attempt: Row[Any], raised: Raised, now: float) -> Plan:
-    """Decide on every step that is ready; the plan afterwards."""
+def _decide_ready(
+    conn: Connection, run: Row[Any], attempt: Row[Any], sample: Sample, raised: Raised, now: float
+) -> Plan:
+    """Take over what the client decided alone, and decide on every step that is ready; the plan afterwards."""
     fresh = attempt.policy_state is None
     state = first_state(conn, run, attempt) if fresh else load_state(run, attempt)
     ready = _ready_steps(conn, attempt, state.last_step)
-    if not ready and not fresh:
+    if not ready and not fresh and not sample.local_decisions:
         return state.plan
     changes = [alertlog.begin_attempt(conn, run, attempt, state, now)] if fresh else []
     config = config_of(conn, run)
     begun = state
+    taken = local.take_over(conn, run, state, sample, config, now)
+    state, raised.decisions = taken.state, taken.decisions
+    raised.events += taken.events
     for step in ready:
         before = state
         state, made = decide(state, observation_of(conn, run, attempt.id, step), config)
         changes.append(alertlog.record_alerts(conn, run, attempt.id, before, state, now))
         raised.decisions += audit.record_decisions(conn, run, made, state.plan.version, now)
-        audit.expire_proposals(conn, before, state)
+        raised.events += audit.expire_proposals(conn, run, before, state)
+        raised.events += audit.record_grades(conn, run, state.grades, state.last_step)
     moved = save_state(conn, run, attempt.id, state, config)
     raised.alerts = alert_items(conn, run, (number for change in changes for number in change.raised))
     others = (number for change in changes for number in change.changed)
@@ -102,7 +114,11 @@ def _events(
 def config_of(conn: Connection, run: Row[Any]) -> PolicyConfig:
     """The policy's configuration for a run."""
     return PolicyConfig(
-        run=run.name, preset=run.preset, mode=run.mode, pins=audit.pinned_layers(conn, run.id)
+        run=run.name,
+        preset=run.preset,
+        mode=run.mode,
+        pins=audit.pinned_layers(conn, run.id),
+        baseline=baselines.chosen(conn, run),
     )
 
 

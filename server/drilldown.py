@@ -8,6 +8,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, func, select
 
+from fp8_safeguard.monitor.baseline import Baseline
 from fp8_safeguard.monitor.budget import fallbacks
 from fp8_safeguard.monitor.formats import get_format
 from fp8_safeguard.monitor.numbers import decode_number
@@ -17,6 +18,7 @@ from fp8_safeguard.monitor.slots import GEMMS, Slot
 from fp8_safeguard.server.alertlog import UNRESOLVED, standing_of
 from fp8_safeguard.server.audit import plan_from
 from fp8_safeguard.server.auditview import alert_item, decision_item
+from fp8_safeguard.server.baselines import chosen
 from fp8_safeguard.server.branch import live_branch, segment_rows, visible_rows
 from fp8_safeguard.server.drilldown_limits import (
     Medians,
@@ -58,7 +60,7 @@ def layer_document(conn: Connection, run: str, layer: str) -> dict[str, Any]:
     fresh = [pair for pair in readings if pair[1]["step"] in known.steps]
     plan = plan_from(row)
     precision = _precision_now(plan, layer, readings)
-    worst = worst_reading(row.preset, fresh)
+    worst = worst_reading(row.preset, fresh, chosen(conn, row))
     return {
         "run": run,
         "mode": row.mode,
@@ -80,7 +82,7 @@ def layer_document(conn: Connection, run: str, layer: str) -> dict[str, Any]:
         "next": names[place + 1] if place + 1 < len(names) else None,
         "position": place + 1,
         "layers": len(names),
-        "slots": [*_slots(conn, row, readings), *_experts(row, known, layer)],
+        "slots": [*_slots(conn, row, readings), *_experts(conn, row, known, layer)],
         "alerts": raised,
         "decisions": decided,
         "precision_history": precision_history(spans, span[0], precision),
@@ -105,27 +107,33 @@ def _slots(
     conn: Connection, row: Row[Any], readings: Sequence[tuple[Slot, dict[str, Any]]]
 ) -> list[dict[str, Any]]:
     medians = own_medians(conn, row, [slot for slot, _ in readings])
-    return [_slot(row.preset, slot, reading, medians.get(slot.key, {})) for slot, reading in readings]
+    learned = chosen(conn, row)
+    return [
+        _slot(row.preset, slot, reading, medians.get(slot.key, {}), learned) for slot, reading in readings
+    ]
 
 
-def _experts(row: Row[Any], known: Known, layer: str) -> list[dict[str, Any]]:
+def _experts(conn: Connection, row: Row[Any], known: Known, layer: str) -> list[dict[str, Any]]:
     found = []
+    learned = chosen(conn, row)
     for slot, step, part in worst_experts(known, layer).values():
         reading = {"step": step, "metrics": part.metrics(), "histogram": part.histogram}
-        found.append(_slot(row.preset, slot, reading, {}))
+        found.append(_slot(row.preset, slot, reading, {}, learned))
     return found
 
 
-def _slot(preset: str, slot: Slot, reading: Mapping[str, Any], medians: Medians) -> dict[str, Any]:
+def _slot(
+    preset: str, slot: Slot, reading: Mapping[str, Any], medians: Medians, learned: Baseline | None
+) -> dict[str, Any]:
     fmt = get_format(slot.fmt or "e4m3")
     metrics = reading["metrics"]
-    limits = {name: limits_of(preset, slot, name, medians.get(name)) for name in metrics}
+    limits = {name: limits_of(preset, slot, name, medians.get(name), learned) for name in metrics}
     return {
         **slot.to_wire(),
         "step": reading["step"],
         "metrics": metrics,
         "thresholds": {name: lines for name, lines in limits.items() if lines},
-        "breaches": breaches_of(preset, slot, metrics, medians),
+        "breaches": breaches_of(preset, slot, metrics, medians, learned),
         "tile_sqnr_hist": reading["histogram"],
         "format": fmt.name,
         "format_max": fmt.max if slot.operand else None,

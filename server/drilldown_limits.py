@@ -7,6 +7,8 @@ from typing import Any, Literal
 import numpy as np
 from sqlalchemy import Connection, Row, select
 
+from fp8_safeguard.monitor.baseline import Baseline
+from fp8_safeguard.monitor.levels import Healthy
 from fp8_safeguard.monitor.metrics import worst
 from fp8_safeguard.monitor.numbers import decode_number
 from fp8_safeguard.monitor.signals import EXPERT_MIN_COUNT, HISTORY_METRICS
@@ -26,17 +28,28 @@ Medians = Mapping[str, float]
 """Own medians of a slot by metric."""
 
 
-def limits_of(preset: str, slot: Slot, metric: str, median: float | None = None) -> list[dict[str, Any]]:
-    """The levels in force for a slot: value, severity, origin (a sentence) and source (a few words for the line)."""
+def limits_of(
+    preset: str, slot: Slot, metric: str, median: float | None = None, learned: Baseline | None = None
+) -> list[dict[str, Any]]:
+    """The levels in force for a slot: value, severity, origin (a sentence) and source (a few words for the line).
+
+    learned: the baseline that the run is judged by.
+    """
     fixed = thresholds_for(preset, slot, metric)
-    lines = fixed if median is None else thresholds_for(preset, slot, metric, median=median)
+    plain = median is None and learned is None
+    lines = fixed if plain else thresholds_for(preset, slot, metric, median=median, baseline=learned)
     return [
-        {**line, "source": preset if line in fixed else _source(preset, slot, line, median)} for line in lines
+        {**line, "source": preset if line in fixed else _source(preset, slot, line, median, learned)}
+        for line in lines
     ]
 
 
-def _source(preset: str, slot: Slot, line: Mapping[str, Any], median: float | None) -> str:
+def _source(
+    preset: str, slot: Slot, line: Mapping[str, Any], median: float | None, learned: Baseline | None
+) -> str:
     """Which part of a rule that knows the slot's own median decided."""
+    if learned is not None and line["origin"] == learned.origin:
+        return f"learned from {learned.run}"
     severity: Literal["watch", "act"] = "watch" if line["severity"] == "watch" else "act"
     for rule in get_preset(preset).matching(slot):
         fixed = rule.level(severity, slot.fmt)
@@ -48,18 +61,23 @@ def _source(preset: str, slot: Slot, line: Mapping[str, Any], median: float | No
     return f"twice {preset}, the cap on own median"
 
 
-def breaches_of(preset: str, slot: Slot, metrics: Mapping[str, Any], medians: Medians) -> dict[str, str]:
+def breaches_of(
+    preset: str, slot: Slot, metrics: Mapping[str, Any], medians: Medians, learned: Baseline | None = None
+) -> dict[str, str]:
     """The metrics that are beyond a level now, as the policy judges one sample, with the severity."""
     found: dict[str, str] = {}
     for rule in get_preset(preset).matching(slot):
-        severity = _severity(rule, slot, metrics, medians.get(rule.metric))
+        healthy = None if learned is None else learned.healthy(slot, rule.metric)
+        severity = _severity(rule, slot, metrics, medians.get(rule.metric), healthy)
         names = (rule.metric, "cosine_distortion") if rule.metric == "cosine" else (rule.metric,)
         for name in names if severity is not None else ():
             found[name] = "act" if found.get(name) == "act" else str(severity)
     return found
 
 
-def _severity(rule: Threshold, slot: Slot, metrics: Mapping[str, Any], median: float | None) -> str | None:
+def _severity(
+    rule: Threshold, slot: Slot, metrics: Mapping[str, Any], median: float | None, healthy: Healthy | None
+) -> str | None:
     value = decode_number(metrics.get(rule.metric))
     fewest = max(rule.min_count, EXPERT_MIN_COUNT if slot.expert is not None else 0)
     if value is None or (metrics.get("count") or 0) < fewest:
@@ -68,8 +86,8 @@ def _severity(rule: Threshold, slot: Slot, metrics: Mapping[str, Any], median: f
         return None
     usable = median if median is not None and median > 0 else None
     levels = (
-        ("act", act_level(rule, slot.fmt, usable)),
-        ("watch", watch_level(rule, slot.fmt, usable)),
+        ("act", act_level(rule, slot.fmt, usable, healthy)),
+        ("watch", watch_level(rule, slot.fmt, usable, healthy)),
     )
     for severity, level in levels:
         if level is not None and (value > level if rule.above else value < level):
@@ -94,8 +112,10 @@ def own_medians(conn: Connection, row: Row[Any], slots: Sequence[Slot]) -> dict[
     return found
 
 
-def worst_reading(preset: str, slots: Sequence[tuple[Slot, Mapping[str, Any]]]) -> dict[str, Any] | None:
-    """The value that is farthest over its fixed limit, or nearest to it, as the list of layers ranks them.
+def worst_reading(
+    preset: str, slots: Sequence[tuple[Slot, Mapping[str, Any]]], learned: Baseline | None = None
+) -> dict[str, Any] | None:
+    """The value that is farthest over its fixed or learned limit, or nearest to it, as the list of layers ranks them.
 
     `slots` are a layer's slots with what was read of them, `step` and `metrics`.
     """
@@ -103,7 +123,7 @@ def worst_reading(preset: str, slots: Sequence[tuple[Slot, Mapping[str, Any]]]) 
     for metric in slots[0][1]["metrics"] if slots else ():
         for slot, reading in slots:
             value = decode_number(reading["metrics"][metric])
-            lines = limits_of(preset, slot, metric)
+            lines = limits_of(preset, slot, metric, learned=learned)
             if value is None or not lines:
                 continue
             first = (max if worst(metric) == "min" else min)(lines, key=lambda line: float(line["value"]))

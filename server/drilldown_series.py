@@ -8,9 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 from sqlalchemy import Connection, Row
 
+from fp8_safeguard.monitor.baseline import Baseline
 from fp8_safeguard.monitor.metrics import HISTOGRAM, HISTOGRAM_BINS, derive
 from fp8_safeguard.monitor.slots import Slot
 from fp8_safeguard.server.answers import encode_array
+from fp8_safeguard.server.baselines import chosen
 from fp8_safeguard.server.branch import visible_rows
 from fp8_safeguard.server.drilldown_limits import limits_of, own_medians
 from fp8_safeguard.server.drilldown_slots import merged_parts, rows_at
@@ -39,6 +41,8 @@ class LayerSeries:
     slots: dict[Tensor, Slot]
     medians: dict[str, Any]
     preset: str
+    learned: Baseline | None = None
+    """The baseline that the run is judged by."""
 
     def metric(self, metric: str, most: int = MOST_POINTS) -> list[dict[str, Any]]:
         """One entry a slot that has the metric: steps, values, non-finite counts and limits.
@@ -58,7 +62,7 @@ class LayerSeries:
             if points["steps"]:
                 slot = self.slots[tensor]
                 median = self.medians.get(slot.key, {}).get(metric)
-                limits = limits_of(self.preset, slot, metric, median)
+                limits = limits_of(self.preset, slot, metric, median, self.learned)
                 lines.append({"slot": slot_label(tensor), **points, "thresholds": limits})
         return lines
 
@@ -100,7 +104,8 @@ def load_series(
     grid = load_grid(conn, row.id, Selection(layer=layer), from_step=from_step, to_step=to_step)
     slots = slots_of_grid(conn, row, grid)
     medians = own_medians(conn, row, list(slots.values()))
-    return LayerSeries(grid=grid, slots=slots, medians=medians, preset=row.preset)
+    learned = chosen(conn, row)
+    return LayerSeries(grid=grid, slots=slots, medians=medians, preset=row.preset, learned=learned)
 
 
 def slots_of_grid(conn: Connection, row: Row[Any], grid: Grid) -> dict[Tensor, Slot]:

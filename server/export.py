@@ -85,7 +85,7 @@ def _sample_page(store: Store, run_id: int, after: int) -> list[tuple[int, dict[
         lists = slotlists.of_run(conn, run_id)
         rows = conn.execute(query).all()
         said = sent_with(conn, {row.attempt_id for row in rows})
-        return [(row.id, {**_document(row, lists[row.slot_list_id]), **_said(row, said)}) for row in rows]
+        return [(row.id, {**document_of(row, lists[row.slot_list_id]), **_said(row, said)}) for row in rows]
 
 
 def _said(row: Row[Any], said: dict[tuple[int, str, int], dict[str, Any]]) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def _said(row: Row[Any], said: dict[tuple[int, str, int], dict[str, Any]]) -> di
     return said.get((row.attempt_id, row.group, row.step), {}) if row.part == 0 else {}
 
 
-def _document(row: Row[Any], held: slotlists.SlotList) -> dict[str, Any]:
+def document_of(row: Row[Any], held: slotlists.SlotList) -> dict[str, Any]:
     """The wire document of one stored row."""
     table = Packed([row.columns], [row.histograms], len(held.slots)).table()
     pairs = zip(held.indices, held.slots, strict=True)

@@ -155,7 +155,7 @@ def _accept(conn: Connection, run: str, sample: Sample, now: float) -> tuple[dic
         ending.reopen(conn, run_row, attempt, sample.group)
     raised = deciding.after_sample(conn, run_row, attempt, sample, now)
     _log(run, sample)
-    reply = {
+    reply: dict[str, Any] = {
         "accepted": True,
         "inserted": inserted,
         "duplicates": duplicates,
@@ -164,6 +164,8 @@ def _accept(conn: Connection, run: str, sample: Sample, now: float) -> tuple[dic
         "decisions": raised.decisions,
         "alerts": raised.alerts,
     }
+    if sample.local_decisions:
+        reply["local_decisions"] = [decision.id for decision in sample.local_decisions]
     arrived = {"step": sample.step, "attempt": sample.attempt.id, "group": sample.group, "inserted": inserted}
     return reply, [Event(run=run, kind="sample", data=arrived), *raised.events]
 

@@ -8,10 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 from sqlalchemy import Connection, Row
 
+from fp8_safeguard.monitor.baseline import Baseline
 from fp8_safeguard.monitor.metrics import DERIVED_METRICS, METRICS, worst
 from fp8_safeguard.monitor.nonfinite import RULE as NON_FINITE
 from fp8_safeguard.monitor.slots import Slot
 from fp8_safeguard.monitor.thresholds import get_preset, thresholds_for
+from fp8_safeguard.server.baselines import chosen
 from fp8_safeguard.server.branch import last_steps, visible_rows
 from fp8_safeguard.server.grid import Grid, Selection, Tensor, load_grid, tensor_of
 from fp8_safeguard.server.slotlists import RunLists, in_order, of_run
@@ -42,6 +44,8 @@ class Latest:
     slots: dict[Tensor, Slot]
     """As they were sent last."""
     preset: str
+    learned: Baseline | None = None
+    """The baseline that the run is judged by."""
 
     def values(self, metric: str) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
         """[K] the newest value of each tensor (NaN: none, or measured as NaN), and its step (-1: none)."""
@@ -60,11 +64,16 @@ class Latest:
         for metric in _judged_metrics(self.preset):
             values, steps = self.values(metric)
             for tensor, value, step in zip(self.grid.tensors, values.tolist(), steps.tolist(), strict=True):
-                lines = _lines(self.preset, _kind(self.slots[tensor]), metric) if step >= 0 else ()
+                lines = self._levels(self.slots[tensor], metric) if step >= 0 else ()
                 reading = _read(tensor, metric, value, step, lines)
                 if reading and reading.excess > getattr(found.get(tensor.layer), "excess", -1.0):
                     found[tensor.layer] = reading
         return {**found, **self.nonfinite_by_layer()}
+
+    def _levels(self, slot: Slot, metric: str) -> tuple[float, ...]:
+        if self.learned is None or self.learned.healthy(slot, metric) is None:
+            return _lines(self.preset, _kind(slot), metric)
+        return _learned_lines(self.preset, slot, metric, self.learned)
 
     def nonfinite_by_layer(self) -> dict[str, Reading]:
         """For each layer that holds non-finite values the tensor to look at: nothing is worse, whatever else is over."""
@@ -87,7 +96,7 @@ def load_latest(conn: Connection, run: Row[Any], upto: int | None = None) -> Lat
     lists = of_run(conn, run.id)
     slots = {tensor_of(slot): slot for slot in in_order(lists) if slot.variant is None}
     slots.update(_as_sent_last(conn, run.id, span, lists))
-    return Latest(grid, slots, run.preset)
+    return Latest(grid, slots, run.preset, chosen(conn, run))
 
 
 def _as_sent_last(
@@ -124,6 +133,13 @@ def _lines(preset: str, kind: tuple[str | None, ...], metric: str) -> tuple[floa
     operand, layout, gemm, fmt = kind
     slot = Slot("any", operand=operand, layout=layout, gemm=gemm, fmt=fmt)
     lines = thresholds_for(get_preset(preset), slot, metric)
+    return tuple(float(line["value"]) for line in lines)
+
+
+@lru_cache(maxsize=65_536)
+def _learned_lines(preset: str, slot: Slot, metric: str, learned: Baseline) -> tuple[float, ...]:
+    """Threshold values of one slot, as a baseline moves them."""
+    lines = thresholds_for(get_preset(preset), slot, metric, baseline=learned)
     return tuple(float(line["value"]) for line in lines)
 
 

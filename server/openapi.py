@@ -63,13 +63,18 @@ OPERATIONS: dict[str, Operation] = {
     "GET /runs/{run}/series": Operation("Read a metric over steps", "Series"),
     "GET /runs/{run}/heatmap": Operation("Read a metric of all layers over steps", "Heatmap"),
     "GET /runs/{run}/readiness": Operation("Is a run ready for FP8?", "Readiness"),
+    "GET /runs/{run}/samples": Operation("Read samples in step order", kind="application/x-ndjson"),
     "GET /runs/{run}/baselines": Operation("List a run's baselines", "BaselinePage"),
+    "GET /runs/{run}/baselines/{baseline}": Operation("Show a baseline", "BaselineDetail"),
+    "POST /runs/{run}/baselines": Operation("Learn a baseline", "Baseline", "Window", conflicts=True),
+    "PUT /runs/{run}/baselines": Operation("Choose a run's baseline", "BaselinePage", "BaselineChoice"),
+    "DELETE /runs/{run}/baselines/{baseline}": Operation("Drop a baseline"),
     "GET /runs/{run}/export": Operation("Export a run", "Bundle"),
     "GET /compare": Operation("Compare the losses of two runs", "Comparison"),
     "GET /runs/{run}/plan": Operation("Show a run's plan", "Plan"),
     "GET /runs/{run}/decisions": Operation("List a run's decisions", "DecisionPage"),
     "POST /decisions/{decision}:approve": Operation(
-        "Approve a decision", "Decision", "By", needs_body=False, conflicts=True
+        "Approve a decision", "Decision", "Approval", needs_body=False, conflicts=True
     ),
     "POST /decisions/{decision}:reject": Operation(
         "Reject a decision", "Decision", "By", needs_body=False, conflicts=True
@@ -80,7 +85,10 @@ OPERATIONS: dict[str, Operation] = {
     "GET /runs/{run}/pins": Operation("List a run's pins", "PinPage"),
     "PUT /runs/{run}/pins": Operation("Pin a layer", "Pin", "PinWish", conflicts=True),
     "DELETE /runs/{run}/pins": Operation("Release a pin", "PinPage", "PinPlace", needs_body=False),
-    "POST /runs/{run}:kill-switch": Operation("Empty the plan and only observe", "Killed"),
+    "POST /runs/{run}:kill-switch": Operation(
+        "Empty the plan and only observe", "Killed", "By", needs_body=False
+    ),
+    "GET /runs/{run}/audit": Operation("List who did what in a run", "ActPage"),
     "GET /runs/{run}/alerts": Operation("List a run's alerts", "AlertPage"),
     "POST /alerts/{alert}:ack": Operation("Acknowledge an alert", "Alert", "By", needs_body=False),
     "POST /alerts/{alert}:silence": Operation("Silence an alert", "Alert", "Silence", needs_body=False),

@@ -1,6 +1,6 @@
 """Every read of the service, in one place."""
 
-from fp8_safeguard.server.auditview import alerts, decisions, plan
+from fp8_safeguard.server.auditview import alerts, audit, decisions, plan
 from fp8_safeguard.server.clientreports import coverage
 from fp8_safeguard.server.compare import compare
 from fp8_safeguard.server.heatmap import heatmap
@@ -12,6 +12,7 @@ from fp8_safeguard.server.series import series
 __all__ = [
     "alerts",
     "attempts_of",
+    "audit",
     "compare",
     "coverage",
     "decisions",

@@ -4,12 +4,16 @@ from fp8_safeguard.monitor.coverage import STATUSES
 from fp8_safeguard.monitor.readings import VERDICTS
 from fp8_safeguard.monitor.slots import GEMMS
 from fp8_safeguard.server.apischemas import (
+    ANY,
     COUNT,
     FLAG,
     MATRIX,
     MEASURED,
+    NAME,
+    SCHEMAS,
     SHARE,
     TEXT,
+    TIME,
     Schema,
     listed,
     maybe,
@@ -18,6 +22,15 @@ from fp8_safeguard.server.apischemas import (
     ref,
 )
 
+_BY = SCHEMAS["By"]["properties"]
+_ROW_ID = {**COUNT, "minimum": 1}
+_BASELINE = {
+    "id": _ROW_ID,
+    **dict.fromkeys(("run", "attempt", "preset", "digest", "created_by"), TEXT),
+    **dict.fromkeys(("from_step", "to_step", "steps", "slots"), COUNT),
+    "used": FLAG,
+    "created": TIME,
+}
 _UNSEEN = listed(record("A weight matrix that was not observed.", {"name": TEXT, "reason": TEXT}))
 
 REPORT_SCHEMAS: dict[str, Schema] = {
@@ -83,5 +96,33 @@ REPORT_SCHEMAS: dict[str, Schema] = {
             "cause": TEXT,
             "remedy": maybe(TEXT),
         },
+    ),
+    "Baseline": record("What was learned from a healthy window; used: the run is judged by it.", _BASELINE),
+    "BaselineDetail": record(
+        "A baseline with its values; a metric of a slot is [samples, median, 99 % quantile, worst value].",
+        {
+            **_BASELINE,
+            "baseline": record(
+                "As files hold it.",
+                {
+                    "schema": COUNT,
+                    **dict.fromkeys(("run", "attempt", "preset"), TEXT),
+                    **dict.fromkeys(("from_step", "to_step", "steps"), COUNT),
+                    "families": {"type": "object", "additionalProperties": ANY},
+                },
+            ),
+        },
+    ),
+    "Window": record(
+        "The steps to learn from, both included.",
+        {"from_step": COUNT, "to_step": COUNT},
+        {"run": maybe(NAME), "use": FLAG, **_BY},
+        additionalProperties=False,
+    ),
+    "BaselineChoice": record(
+        "Which baseline judges the run; null: none.",
+        {"baseline": maybe(_ROW_ID)},
+        _BY,
+        additionalProperties=False,
     ),
 }

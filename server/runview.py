@@ -12,6 +12,7 @@ from fp8_safeguard.server.alertlog import count_alerts, is_silenced, standing_of
 from fp8_safeguard.server.answers import rfc3339
 from fp8_safeguard.server.audit import plan_from
 from fp8_safeguard.server.branch import Segment, live_branch, segment_rows
+from fp8_safeguard.server.causes import standing_causes
 from fp8_safeguard.server.clientreports import sampling_of
 from fp8_safeguard.server.paging import DEFAULT_PAGE, decode_token, encode_token
 from fp8_safeguard.server.runlookup import find_run
@@ -167,6 +168,7 @@ def detail_of(conn: Connection, row: Row[Any]) -> dict[str, Any]:
     # A run that ended with a loss that is no number did not end well, however few its alerts.
     lost = state == "ended" and is_broken(last["loss"])
     condition = "unstable" if lost else health.state
+    causes = standing_causes(conn, row, newest)
     verdict = verdict_of(
         Situation(
             state=state,
@@ -184,6 +186,7 @@ def detail_of(conn: Connection, row: Row[Any]) -> dict[str, Any]:
             loss=last["loss"],
             loss_alert=health.loss_alert,
             advice=_advice(conn, row, health.worst_alert),
+            causes=causes,
         )
     )
     return {
@@ -205,6 +208,7 @@ def detail_of(conn: Connection, row: Row[Any]) -> dict[str, Any]:
         "conflicts": newest.conflicts,
         "last_conflict_step": newest.last_conflict_step,
         "sampling": sampling_of(conn, row.id),
+        "causes": causes,
     }
 
 
@@ -239,7 +243,16 @@ def _last_values(conn: Connection, branch: tuple[Segment, ...], groups: int) -> 
         "learning_rate": _newest(values, "learning_rate"),
         "overhead_ratio": _newest([header for _, header, _ in rows], "overhead_ratio"),
         "dropped": sum(dropped.values()),
+        "ranks": _worst_ranks(rows),
     }
+
+
+def _worst_ranks(rows: list[tuple[str, dict[str, Any], dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The worst ranks that the newest sample of each group named, as they were sent."""
+    newest: dict[str, list[dict[str, Any]]] = {}
+    for group, header, _ in rows:
+        newest.setdefault(group, header.get("ranks") or [])
+    return [record for group in sorted(newest) for record in newest[group]]
 
 
 # A run value may come with one group's samples only; this many rows are searched for it.

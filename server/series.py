@@ -11,6 +11,7 @@ from fp8_safeguard.monitor.metrics import METRICS
 from fp8_safeguard.monitor.numbers import decode_number
 from fp8_safeguard.monitor.thresholds import get_preset, thresholds_for
 from fp8_safeguard.server.answers import encode_array
+from fp8_safeguard.server.baselines import chosen
 from fp8_safeguard.server.branch import visible_rows
 from fp8_safeguard.server.grid import GRADIENT_DISTORTION, Selection, load_grid
 from fp8_safeguard.server.heatmap import metric_name
@@ -68,11 +69,12 @@ def series(
 
 
 def _thresholds(conn: Connection, run: Row[Any], selection: Selection, name: str) -> list[dict[str, Any]]:
-    preset = get_preset(run.preset)
+    preset, learned = get_preset(run.preset), chosen(conn, run)
     lines: list[dict[str, Any]] = []
     for slot in in_order(of_run(conn, run.id)):
         if selection.has(slot):
-            lines.extend(line for line in thresholds_for(preset, slot, name) if line not in lines)
+            found = thresholds_for(preset, slot, name, baseline=learned)
+            lines.extend(line for line in found if line not in lines)
     return lines
 
 

@@ -32,6 +32,8 @@ runs = Table(
     Column("created_at", Float, nullable=False),
     Column("last_report_at", Float, nullable=False),
     Column("ended_at", Float),
+    # The baseline that the run is judged by, if any.
+    Column("baseline_id", BigInteger),
     # A row id is never used twice, so it can name a page or a cache entry for ever.
     sqlite_autoincrement=True,
 )
@@ -115,6 +117,24 @@ decisions = Table(
     sqlite_autoincrement=True,
 )
 
+# Who did what when: rows are added, never changed.
+audit_log = Table(
+    "audit_log",
+    metadata,
+    Column("id", BigId, primary_key=True, autoincrement=True),
+    Column("run_id", BigId, ForeignKey("runs.id", ondelete="CASCADE"), nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("actor", Text, nullable=False),
+    # A state that a decision entered, or mode, thresholds, baseline, ended, pin, release, kill-switch.
+    Column("what", Text, nullable=False),
+    Column("decision_id", Text),
+    Column("step", BigInteger),
+    Column("body", Text, nullable=False),
+    Index("audit_log_by_run", "run_id", "id"),
+    Index("audit_log_by_decision", "decision_id", "id"),
+    sqlite_autoincrement=True,
+)
+
 alerts = Table(
     "alerts",
     metadata,
@@ -190,4 +210,19 @@ client_reports = Table(
     # Of the sample that brought it.
     Column("step", BigInteger, nullable=False),
     Column("body", Text, nullable=False),
+)
+
+baselines = Table(
+    "baselines",
+    metadata,
+    Column("id", BigId, primary_key=True, autoincrement=True),
+    # The run that it is for; which run it was learned from stands in the summary.
+    Column("run_id", BigId, ForeignKey("runs.id", ondelete="CASCADE"), nullable=False),
+    Column("digest", Text, nullable=False),
+    Column("summary", Text, nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("created_by", Text, nullable=False),
+    Column("body", Text, nullable=False),
+    Index("baselines_by_run", "run_id", "id"),
+    sqlite_autoincrement=True,
 )

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fp8_safeguard.dashboards.causes import CAUSES, cause_view, cause_words
 from fp8_safeguard.dashboards.metrics import format_value, metric_view
 from fp8_safeguard.monitor.nonfinite import RULE as NON_FINITE
 from fp8_safeguard.monitor.nonfinite import place_of, way_out
@@ -41,15 +42,36 @@ class Situation:
     """The open alert on a loss that is no number."""
     advice: str | None = None
     """What the policy advises about the worst alert where it has nothing to switch."""
+    causes: Sequence[Mapping[str, Any]] = ()
+    """The causes that stand, the one to look at first before the others."""
 
 
 def verdict_of(now: Situation) -> dict[str, str]:
     """`why` and `next`, one sentence each."""
     why, then = _verdict(now)
+    if now.state not in ("stale", "ended"):
+        why, then = _with_cause(now, why, then)
     if now.conflicts:
         why += f"; {_refused(now)}: this run id and attempt are used twice"
         then = "give each trainer its own run id, and a resumed one a new attempt id; then: " + then
     return {"why": why, "next": then}
+
+
+def _with_cause(now: Situation, why: str, then: str) -> tuple[str, str]:
+    """With the cause that stands: in front where it is not FP8's, so that nobody looks for a precision that helps."""
+    cause = next(iter(now.causes), None)
+    if cause is None or cause["name"] == "nonfinite-origin":
+        # Where non-finite values begin is what the alert says already, and whether a precision helps.
+        return why, then
+    view = cause_view(cause)
+    others = len(now.causes) - 1
+    more = f" (and {others} more cause{'' if others == 1 else 's'})" if others else ""
+    if view.kind == "fp8":
+        return f"{why}; cause: {cause_words(cause)}{more}", then
+    # What nothing is wrong with in FP8 is no reassurance where something else is.
+    told = f"{view.kind_words}: {view.summary or view.title}{more}; {'in FP8 ' if now.state == 'healthy' else ''}{why}"
+    what = view.advice or (CAUSES[view.name].helps if view.name in CAUSES else then)
+    return told, f"{what}; no precision helps" if view.kind == "not-fp8" else what
 
 
 def _refused(now: Situation) -> str:

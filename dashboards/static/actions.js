@@ -29,7 +29,8 @@ export function wireActions(run, done) {
 
 async function act(button, done) {
   const item = button.closest("li");
-  const { act: verb, seconds } = button.dataset;
+  const { act: verb, seconds, together } = button.dataset;
+  const body = seconds ? { seconds: Number(seconds) } : together === undefined ? {} : { all_of_remedy: true };
   const paths = item.dataset.ids
     ? item.dataset.ids.split(",").map((id) => `/api/v1/alerts/${id}:${verb}`)
     : [`/api/v1/decisions/${encodeURIComponent(item.dataset.decision)}:${verb}`];
@@ -38,8 +39,9 @@ async function act(button, done) {
   button.closest("details")?.removeAttribute("open");
   showPending(item);
   try {
-    for (const path of paths) await send("POST", path, seconds ? { seconds: Number(seconds) } : {});
-    say(null);
+    let waiting = 0;
+    for (const path of paths) waiting += (await send("POST", path, body)).waiting?.length ?? 0;
+    say(waiting ? `Approved. ${waiting} more ${waiting === 1 ? "decision" : "decisions"} of this remedy ${waiting === 1 ? "waits" : "wait"}: half of it helps little.` : null);
     await done();
   } catch (error) {
     say(`Not done (${verb}): ${error.message}`, error.login);
@@ -101,7 +103,7 @@ async function send(method, path, body) {
   } catch {
     throw new Error("the server cannot be reached; nothing was changed");
   }
-  if (answer.ok) return;
+  if (answer.ok) return answer.json().catch(() => ({}));
   const problem = await answer.json().catch(() => ({}));
   if (answer.status === 401) throw Object.assign(new Error("log in with a token that has the scope “control”"), { login: true });
   if (answer.status === 403) throw new Error(`${problem.detail ?? "refused"}; it takes a token with the scope “control”`);

@@ -11,7 +11,7 @@ from fp8_safeguard.server.answers import StrictJSONResponse
 from fp8_safeguard.server.auth import require
 from fp8_safeguard.server.context import Context, InContext, Reading
 from fp8_safeguard.server.paging import DEFAULT_PAGE
-from fp8_safeguard.server.routes.decisions import Actor
+from fp8_safeguard.server.routes.actors import Actor
 from fp8_safeguard.server.routes.runs import PageSize
 
 router = APIRouter(tags=["alerts"])

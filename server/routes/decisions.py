@@ -1,6 +1,7 @@
 """The plan, decisions about it, pins and the kill switch."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Depends, Request
@@ -8,28 +9,16 @@ from fastapi import APIRouter, Body, Depends, Request
 from fp8_safeguard.monitor.quoting import quoted
 from fp8_safeguard.server import control, query
 from fp8_safeguard.server.answers import StrictJSONResponse
-from fp8_safeguard.server.auth import caller_of, require
+from fp8_safeguard.server.auth import require
 from fp8_safeguard.server.context import Context, InContext, Reading
 from fp8_safeguard.server.paging import DEFAULT_PAGE
 from fp8_safeguard.server.problems import invalid
+from fp8_safeguard.server.routes.actors import Actor, actor_of
 from fp8_safeguard.server.routes.runs import PageSize
 
 router = APIRouter(tags=["control"])
 _READ = [Depends(require("read"))]
 _CONTROL = [Depends(require("control"))]
-_LONGEST_NAME = 200
-
-
-def actor_of(request: Request, body: Annotated[dict[str, Any] | None, Body()] = None) -> str:
-    """Who does it, from an optional `{"by": "name"}`; else the token's name, if it has one."""
-    named = (body or {}).get("by", caller_of(request).name or control.PERSON)
-    if not isinstance(named, str) or not named.isprintable() or not 0 < len(named) <= _LONGEST_NAME:
-        message = f"by is a printable name of 1 to {_LONGEST_NAME} characters, not {quoted(named)}"
-        raise invalid(message, [("/by", message)])
-    return named
-
-
-Actor = Annotated[str, Depends(actor_of)]
 Document = Annotated[dict[str, Any], Body()]
 
 
@@ -54,10 +43,36 @@ def list_decisions(
     )
 
 
+@router.get("/runs/{run}/audit", dependencies=_READ)
+def list_audit(
+    conn: Reading,
+    run: str,
+    decision: str | None = None,
+    page_size: PageSize = DEFAULT_PAGE,
+    page_token: str | None = None,
+) -> StrictJSONResponse:
+    """Who did what when, the newest first; `decision` names one."""
+    return StrictJSONResponse(
+        query.audit(conn, run, decision=decision, page_size=page_size, page_token=page_token)
+    )
+
+
 @router.post("/decisions/{decision}:approve", dependencies=_CONTROL)
-def approve(context: InContext, decision: str, actor: Actor) -> StrictJSONResponse:
-    """Put a proposed decision into the plan."""
-    return _decide(context, control.approve, decision, actor)
+def approve(
+    context: InContext,
+    decision: str,
+    actor: Actor,
+    body: Annotated[dict[str, Any] | None, Body()] = None,
+) -> StrictJSONResponse:
+    """Put a proposed decision into the plan; `{"all_of_remedy": true}`: with the others of its remedy.
+
+    The answer's `waiting` names those of its remedy that still wait.
+    """
+    together = (body or {}).get("all_of_remedy", False)
+    if not isinstance(together, bool):
+        message = f"all_of_remedy is true or false, not {quoted(together)}"
+        raise invalid(message, [("/all_of_remedy", message)])
+    return _decide(context, partial(control.approve, together=together), decision, actor)
 
 
 @router.post("/decisions/{decision}:reject", dependencies=_CONTROL)
@@ -112,10 +127,10 @@ def delete_pin(
 
 
 @router.post("/runs/{run}:kill-switch", dependencies=_CONTROL)
-def kill_switch(context: InContext, run: str) -> StrictJSONResponse:
-    """Empty the plan at once and only observe from here on."""
+def kill_switch(context: InContext, run: str, actor: Actor) -> StrictJSONResponse:
+    """Empty the plan at once and only observe from here on; `{"by": "name"}` is optional."""
     with context.store.write() as conn:
-        events = control.kill_switch(conn, run)
+        events = control.kill_switch(conn, run, actor)
         answer = {"run": query.run_detail(conn, run), "plan": query.plan(conn, run)}
     context.events.publish(events)
     return StrictJSONResponse(answer)

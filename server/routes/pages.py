@@ -1,7 +1,7 @@
 """The web pages; their figures and static files are joined in here."""
 
 from collections import Counter
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from fastapi import APIRouter, Depends, Request
@@ -9,7 +9,7 @@ from fastapi.responses import HTMLResponse, Response
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from sqlalchemy import Connection
 
-from fp8_safeguard.dashboards import alerts, coverage, decisions, metrics, slices, view
+from fp8_safeguard.dashboards import alerts, causes, coverage, decisions, incidents, metrics, slices, view
 from fp8_safeguard.dashboards.address import read_view
 from fp8_safeguard.monitor.coverage import STATUSES
 from fp8_safeguard.monitor.wire import MODES
@@ -97,11 +97,13 @@ def run_page(request: Request, conn: Reading, run: str) -> Response:
         default_scale=metrics.default_scale,
         modes=MODES,
         total=len(layers),
+        known_layers=frozenset(layers),
         signed_in=SESSION_COOKIE in request.cookies,
         may_control=bool({"control", "admin"} & scopes_of(request)),
         coverage=_coverage(conn, run, detail),
+        ranks=view.rank_rows(detail["ranks"]),
         **_worst(conn, run, shown.q),
-        **_alerts(conn, run, detail, shown.chips),
+        **_alerts(conn, run, detail, shown.chips, layers),
         decisions=decisions.decision_rows(
             query.decisions(conn, run, page_size=LIST_DECISIONS)["items"], mode=str(detail.get("mode"))
         ),
@@ -128,15 +130,34 @@ def _coverage(conn: Connection, run: str, detail: dict[str, Any]) -> coverage.Co
     return coverage.coverage_view(page["counts"], shown, detail["sampling"])
 
 
-def _alerts(conn: Connection, run: str, detail: dict[str, Any], chips: tuple[str, ...]) -> dict[str, Any]:
+@router.get("/causes", dependencies=guarded)
+def cause_page(request: Request) -> Response:
+    """What each cause is, how it shows and what helps."""
+    known = [
+        (name, text, causes.cause_view({"name": name, "kind": text.kind}))
+        for name, text in causes.CAUSES.items()
+    ]
+    return render("causes.html", causes=known, signed_in=SESSION_COOKIE in request.cookies)
+
+
+def _alerts(
+    conn: Connection, run: str, detail: dict[str, Any], chips: tuple[str, ...], layers: list[str]
+) -> dict[str, Any]:
     answer = query.alerts(conn, run, page_size=LIST_ALERTS)
+    items, standing = answer["items"], detail["causes"]
     entries = query.plan(conn, run)["entries"]
     held = {entry["layer"] for entry in entries if entry["action"] == "bf16_fallback"}
-    rows = alerts.alert_rows(answer["items"], held=held, chips=chips, last_step=detail.get("last_step"))
+    rows = partial(alerts.alert_rows, held=held, chips=chips, last_step=detail.get("last_step"))
+    folded = incidents.fold(standing, items, layers)
+    elsewhere = {item["id"] for group in folded for item in group}
+    others = rows([item for item in items if item["id"] not in elsewhere])
     return {
-        "alerts": rows[:SHOWN_ALERTS],
-        "more_alerts": max(0, len(rows) - SHOWN_ALERTS),
-        "chips": alerts.alert_chips(answer["items"], chips, held=held),
+        "incidents": [
+            incidents.incident(cause, rows(group)) for cause, group in zip(standing, folded, strict=True)
+        ],
+        "alerts": others[:SHOWN_ALERTS],
+        "more_alerts": max(0, len(others) - SHOWN_ALERTS),
+        "chips": alerts.alert_chips(items, chips, held=held),
         "alerts_cut": answer["next_page_token"] is not None,
     }
 

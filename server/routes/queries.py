@@ -122,13 +122,6 @@ def readiness(conn: Viewing, run: str, from_step: Step = None, to_step: Step = N
     return StrictJSONResponse(query.readiness(conn, run, from_step=from_step, to_step=to_step))
 
 
-@router.get("/runs/{run}/baselines")
-def baselines(conn: Reading, run: str) -> StrictJSONResponse:
-    """Healthy windows that thresholds were learnt from; none can be learnt yet."""
-    find_run(conn, run)
-    return StrictJSONResponse({"items": [], "next_page_token": None})
-
-
 @router.get("/compare")
 def compare(conn: Reading, a: str, b: str) -> StrictJSONResponse:
     """Loss of two runs aligned by step, and the gap."""

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, Depends, Query
+from fastapi import APIRouter, Body, Depends, Query, Request
 from starlette.responses import Response
 
 from fp8_safeguard.server import query
@@ -11,6 +11,7 @@ from fp8_safeguard.server.auth import require
 from fp8_safeguard.server.context import InContext, Reading
 from fp8_safeguard.server.control import change_run, delete_run
 from fp8_safeguard.server.paging import DEFAULT_PAGE, MOST_PAGE
+from fp8_safeguard.server.routes.actors import actor_of
 
 router = APIRouter(tags=["runs"])
 PageSize = Annotated[int, Query(ge=1, le=MOST_PAGE)]
@@ -31,10 +32,13 @@ def get_run(conn: Reading, run: str) -> StrictJSONResponse:
 
 
 @router.patch("/runs/{run}", dependencies=[Depends(require("control"))])
-def patch_run(context: InContext, run: str, changes: Annotated[dict[str, Any], Body()]) -> StrictJSONResponse:
+def patch_run(
+    request: Request, context: InContext, run: str, changes: Annotated[dict[str, Any], Body()]
+) -> StrictJSONResponse:
     """Change the mode: `{"mode": "observe" | "advise" | "enforce"}`; `{"ended": true}` closes the run."""
+    actor = actor_of(request, changes)
     with context.store.write() as conn:
-        events = change_run(conn, run, changes, context.clock())
+        events = change_run(conn, run, changes, context.clock(), actor)
         detail = query.run_detail(conn, run)
     context.events.publish(events)
     return StrictJSONResponse(detail)

@@ -1,7 +1,9 @@
 """Fixtures of the command line's tests: a real server, and runs that came over the wire."""
 
 import json
+import math
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -133,3 +135,50 @@ def process(tmp_path: Path) -> Callable[..., Said]:
         return Said(done.returncode, done.stdout, done.stderr)
 
     return run
+
+
+STEPS = 60
+ONSET = 30
+
+
+def recipe(step: int, seed: int, *, faulty: bool, **header: Any) -> dict[str, Any]:
+    """A sample of eight layers. The last one's dy is flushed in health; a faulty run has a wrong dgrad from ONSET on."""
+    slots: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
+    for number in range(8):
+        layer = f"layers.{number}"
+        flushed = 30_000 if number == 7 else 8
+        healthy = {**COUNTS, **SUMS, "zeros": flushed, "underflow": flushed, "tile_sqnr_hist": HISTOGRAM}
+        slots.append({"index": len(slots), "layer": layer, "operand": "dy", "layout": "row"})
+        rows.append(healthy)
+        wrong = faulty and number == 3 and step >= ONSET
+        slots.append({"index": len(slots), "layer": layer, "gemm": "dgrad"})
+        rows.append(
+            {**healthy, **dict.fromkeys(RECOMPUTED_NULL), **({"sum_sq_err": 2621.0} if wrong else {})}
+        )
+    noise = random.Random(f"{seed} {step}").gauss(0.0, 0.004)
+    gap = 0.05 if faulty and step >= ONSET else 0.0
+    loss = (1.4 + math.exp(-step / 40)) * (1 + noise + gap)
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    values = {"loss": loss, "gradient_norm": 1.0, "tokens": 4096}
+    named = {"schema": 1, "attempt": {"id": "0"}, "group": "0", "step": step, "slots": slots}
+    return {**named, "columns": columns, "run": values, **header}
+
+
+@pytest.fixture(scope="session")
+def recipes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """A server with a good run, two twins of it, one with a fault that the policy acts on, and an empty other one."""
+    database = tmp_path_factory.mktemp("recipes") / "store.db"
+    with running_server(Settings(database_url=f"sqlite:///{database}")) as url:
+        for run, seed, options in (
+            ("good", 1, {"faulty": False}),
+            ("good-twin", 2, {"faulty": False}),
+            ("good-other", 3, {"faulty": False}),
+            ("faulty", 4, {"faulty": True, "mode": "enforce"}),
+        ):
+            samples = [recipe(step, seed, **options) for step in range(STEPS)]
+            answer = httpx2.post(f"{url}/api/v1/runs/{run}/samples", json={"samples": samples}, timeout=60)
+            assert all("accepted" in result for result in answer.json()["results"]), answer.text
+        late = recipe(5000, 5, faulty=False)
+        assert httpx2.post(f"{url}/api/v1/runs/late/samples", json=late).status_code == 200
+        yield Service(url, database)

@@ -1,12 +1,15 @@
 """Acting on alerts and decisions from the command line."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fp8_safeguard.monitor import policy
+from fp8_safeguard.server import deciding
 from fp8_safeguard.server.serve import running_server
 from fp8_safeguard.server.settings import Settings
 
@@ -98,3 +101,55 @@ def test_the_plural_says_which_command_is_meant(cli: Callable[..., Any], typed: 
     said = cli(*typed.split())
     assert said.code == 2
     assert said.err == f"To act on one: fp8-safeguard {meant}\n"
+
+
+@pytest.fixture
+def paired(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every decision of a step is a part of one remedy, and names a cause."""
+    cause = {
+        "name": "token-imbalance",
+        "kind": "not-fp8",
+        "layer": None,
+        "slot": None,
+        "summary": "loss weights",
+    }
+
+    def decide(state: Any, step: Any, config: Any) -> Any:
+        # Each of the two layers is a sixth of the model: within the usual budget there is room for neither.
+        state, made = policy.decide(state, step, replace(config, budget_ratio=1.0))
+        more = {"remedy": {"id": "r1-1", "name": "pair", "entries": 2}, "cause": cause}
+        return state, tuple(replace(one, evidence={**one.evidence, **more}) for one in made)
+
+    monkeypatch.setattr(deciding, "decide", decide)
+
+
+@pytest.mark.usefixtures("paired", "server")
+def test_half_a_remedy_says_what_waits(cli: Callable[..., Any]) -> None:
+    ids = [item["id"] for item in cli("decisions", "--state", "proposed", "--json").json["items"]]
+    assert len(ids) > 1
+    said = cli("decision", "approve", ids[0], "--by", "Ada")
+    assert (said.code, said.out.endswith("approved\n")) == (0, True)
+    assert all(other in said.err for other in ids[1:])
+    assert "--all-of-remedy" in said.err
+
+
+@pytest.mark.usefixtures("paired", "server")
+def test_all_of_a_remedy_is_approved_at_once(cli: Callable[..., Any]) -> None:
+    ids = [item["id"] for item in cli("decisions", "--state", "proposed", "--json").json["items"]]
+    said = cli("decision", "approve", ids[-1], "--all-of-remedy")
+    assert (said.code, said.err) == (0, "")
+    assert cli("decisions", "--state", "proposed").out == "r1: no decisions.\n"
+    assert {entry["decision_id"] for entry in cli("plan", "--json").json["entries"]} == set(ids)
+
+
+@pytest.mark.usefixtures("paired", "server")
+def test_causes_are_told_by_every_reading_command(cli: Callable[..., Any]) -> None:
+    assert "not FP8: loss weights; " in cli("status").out
+    assert "token-imbalanced gradients (not FP8)" in cli("decisions").out
+    lines = [line for line in cli("status").out.splitlines() if line.strip().startswith("cause")]
+    assert len(lines) == 1
+    assert "token-imbalanced gradients (not FP8), since step" in lines[0]
+    # An alert that blames FP8 is none of its doing; the others are.
+    rows = cli("alerts").out.splitlines()
+    assert [("act" in row.split(), "token-imbalanced" in row) for row in rows[2:]].count((True, True)) == 0
+    assert any("token-imbalanced" in row for row in rows) == any("watch" in row.split() for row in rows)

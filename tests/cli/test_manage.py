@@ -51,3 +51,66 @@ def test_an_unknown_run_is_named(cli: Callable[..., Any]) -> None:
     said = cli("run", "end", "r3")
     assert said.code == 1
     assert "r3" in said.err
+
+
+def test_a_mode_is_logged_in_the_name_of_who_sets_it(cli: Callable[..., Any]) -> None:
+    cli("run", "mode", "r1", "advise", "--by", "Ada")
+    (item,) = cli("audit", "r1", "--json").json["items"]
+    assert (item["actor"], item["what"], item["facts"]) == (
+        "Ada",
+        "mode",
+        {"from": "observe", "to": "advise"},
+    )
+    assert "observe to advise" in cli("audit", "r1").out
+    assert cli("audit", "r2").out == "r2: no audit log.\n"
+
+
+def test_a_layer_is_pinned_and_released(cli: Callable[..., Any]) -> None:
+    cli("run", "mode", "r1", "advise")
+    layer = "blocks.0.mlp.up"
+    said = cli("run", "pin", "r1", layer, "--on", "x row", "--action", "scale_multiplier", "--value", "0.5")
+    assert (said.code, said.out) == (0, f"Pinned {layer} x row: scale_multiplier 0.5\n")
+    assert cli("run", "pin", "r1", layer, "--by", "Ada").out == f"Pinned {layer} layer\n"
+    pinned = cli("run", "pins", "r1", "--json").json["items"]
+    assert [(item["target"], item["value"]) for item in pinned] == [
+        ({"layer": True}, None),
+        ({"operand": "x", "layout": "row"}, 0.5),
+    ]
+    assert "left alone" in cli("run", "pins", "r1").out
+    assert "scale_multiplier" in cli("plan", "r1").out
+    assert cli("run", "unpin", "r1", layer, "--on", "x row").code == 0
+    assert cli("run", "unpin", "r1", layer).code == 0
+    assert cli("run", "pins", "r1").out == "r1: no pins.\n"
+    assert cli("plan", "r1").out.endswith("no deviation from the configured precision.\n")
+    again = cli("run", "unpin", "r1", layer)
+    assert again.code == 1
+    assert "no pin" in again.err
+
+
+@pytest.mark.parametrize("place", ["fprop dgrad", "x", "x diagonal", ""])
+def test_a_place_that_is_none_is_a_usage_error(cli: Callable[..., Any], place: str) -> None:
+    said = cli("run", "pin", "r1", "blocks.0.mlp.up", "--on", place)
+    assert said.code == 2
+    assert '"x row"' in said.err
+
+
+def test_what_the_server_refuses_to_pin_is_said(cli: Callable[..., Any]) -> None:
+    said = cli("run", "pin", "r1", "blocks.0.mlp.up", "--action", "bf16_fallback")
+    assert said.code == 1
+    assert "only observed" in said.err
+    said = cli("run", "pin", "r1", "blocks.0.mlp.up", "--action", "format", "--value", "fp4")
+    assert said.code == 2
+    assert "e4m3, e5m2" in said.err
+
+
+def test_the_kill_switch_empties_the_plan_and_is_kept(cli: Callable[..., Any]) -> None:
+    cli("run", "mode", "r1", "advise")
+    cli("run", "pin", "r1", "blocks.0.mlp.up", "--on", "dgrad", "--action", "bf16_fallback")
+    assert cli("run", "kill-switch", "r1").code != 0
+    assert len(cli("plan", "r1", "--json").json["entries"]) == 1
+    said = cli("run", "kill-switch", "r1", "--yes", "--by", "Eve")
+    assert (said.code, said.out) == (0, "Run r1: plan emptied (version 2), mode observe\n")
+    assert cli("plan", "r1", "--json").json["entries"] == []
+    told = {item["what"]: item for item in cli("audit", "r1", "--json").json["items"]}
+    assert told["kill-switch"]["actor"] == "Eve"
+    assert "1 entries and 1 pins dropped" in cli("audit", "r1").out

@@ -215,6 +215,9 @@ def test_every_command_explains_itself_in_80_columns(
         "export",
         "alert",
         "decision",
+        "baseline",
+        "replay",
+        "check",
     ):
         assert re.search(rf"│ {name} ", listed), name
         said = cli(name, "--help")

@@ -34,9 +34,13 @@ def test_sigterm_leaves_a_checkpoint_and_says_how_to_resume(tmp_path: Path) -> N
     [
         (["train", "--steps", "1", "--preset", "foo"], "preset is 'foo'; known presets are"),
         (["train", "--steps", "1", "--config", "missing.toml"], "missing.toml"),
+        (
+            ["train", "--steps", "1", "--fp8-amax-history-len", "70000"],
+            "amax_history is 70000; it must be 1 to 65536",
+        ),
         (["demo", "--headless", "--steps", "40"], "it must be at least 110"),
     ],
-    ids=["preset", "config", "demo"],
+    ids=["preset", "config", "history", "demo"],
 )
 def test_what_cannot_be_trained_is_a_usage_error(
     cli: Callable[..., Any], arguments: list[str], words: str

@@ -75,3 +75,36 @@ def test_a_decision_without_its_trimmings_is_still_told() -> None:
         "decided at step 5",
         (),
     )
+
+
+def paired(number: int, **changes: Any) -> dict[str, Any]:
+    remedy = {"id": "run-1", "name": "bf16-fprop-dgrad", "entries": 2}
+    return decision(id=f"run-{number}", state="proposed", evidence={"remedy": remedy}) | changes
+
+
+def test_the_parts_of_a_remedy_stand_together_and_are_approved_together() -> None:
+    items = [paired(3), decision(id="run-2", state="proposed"), paired(1)]
+    rows = decision_rows(items, mode="advise")
+    assert [(row.id, row.waiting) for row in rows] == [("run-3", 2), ("run-1", 0), ("run-2", 0)]
+    assert [row.remedy for row in rows] == [*["one of 2 parts of the remedy bf16-fprop-dgrad"] * 2, ""]
+    # Observed only, or one of them gone: there is nothing to approve together.
+    assert [row.waiting for row in decision_rows(items, mode="observe")] == [0, 0, 0]
+    approved = [paired(3, state="approved"), paired(1)]
+    assert [row.waiting for row in decision_rows(approved, mode="advise")] == [0, 0]
+
+
+def test_a_decision_tells_its_cause_its_outcome_and_its_history() -> None:
+    named = {"name": "norm-gain", "kind": "not-fp8", "layer": None, "summary": "the gain is 4.1"}
+    at = "2026-11-30T07:00:00.000Z"
+    history = [
+        {"what": "sent", "actor": "policy", "at": at, "step": 208, "facts": {}},
+        {"what": "graded", "actor": "policy", "at": at, "step": None, "facts": {"outcome": "loss recovered"}},
+    ]
+    item = decision(layer="(run)", evidence={"cause": named}, outcome="loss recovered", history=history)
+    (row,) = decision_rows([item], mode="enforce")
+    assert row.cause is not None
+    assert (row.layer, row.cause.title, row.outcome) == ("", "norm gain too large", "loss recovered")
+    assert row.history == (
+        "2026-11-30 07:00:00 UTC: sent at step 208 by policy",
+        "2026-11-30 07:00:00 UTC: graded by policy: loss recovered",
+    )

@@ -13,9 +13,11 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8_safeguard.kernels import (
+    KernelError,
     LinearPrecision,
     OffsetsError,
     OperandFormat,
+    QuantizedTensor,
     fp8_grouped_linear,
     fp8_linear,
     library,
@@ -194,6 +196,30 @@ def test_grouped_equals_the_cpu(precision: LinearPrecision, experts: Any) -> Non
         assert_same([ours], [theirs], [size], rounding)
     for zeros in (got[0][200:], got[1][200:], got[2][0], got[2][4]):
         assert torch.equal(zeros, torch.zeros_like(zeros))
+
+
+def doubled(gemm: str, operand: str, codes: QuantizedTensor) -> QuantizedTensor:
+    """Twice x's scale in fprop, w's in dgrad, dy's in wgrad: every result is twice what it would be."""
+    if (gemm, operand) not in (("fprop", "x"), ("dgrad", "w"), ("wgrad", "dy")):
+        return codes
+    return replace(codes, scale=codes.scale * 2)
+
+
+def test_tampering_changes_what_the_device_multiplies(tensors: Any, experts: Any) -> None:
+    for layer, operands in ((fp8_linear, tensors), (fp8_grouped_linear, experts)):
+        *leaves, more = (*operands, None) if layer is fp8_linear else operands
+        offsets = [] if more is None else [more]
+        plain = three(layer, *leaves, *offsets, backend="triton")
+        tampered = three(layer, *leaves, *offsets, backend="triton", tamper=doubled)
+        for result, other in zip(plain, tampered, strict=True):
+            assert torch.equal(other, 2 * result)
+
+
+def test_a_scale_for_a_whole_operand_is_refused_on_a_device(tensors: Any) -> None:
+    x, w, _ = tensors
+    for operand in (OperandFormat(scaling="tensor"), OperandFormat(amax_floor=1.0)):
+        with pytest.raises(KernelError, match="on a CPU only so far"):
+            fp8_linear(x, w, precision=LinearPrecision(x=operand), backend="triton")
 
 
 def test_b39_what_torch_leaves_unwritten_becomes_zero(experts: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -191,9 +191,10 @@ def test_a_verdict_names_how_many_tensors_an_alert_is_about(client: TestClient, 
     for place in (5, 6):
         values[place]["sum_sq_err"] = values[place]["sum_sq"] * 0.25
     client.post(f"{API}/samples", json=documents.sample(0, slots, values))
-    assert client.get(API).json()["verdict"]["why"] == (
-        "'blocks.0.mlp' dgrad: GEMM error 50 % (limit 5 %) since step 0, and 1 more of its tensors"
-    )
+    why = client.get(API).json()["verdict"]["why"]
+    told = "'blocks.0.mlp' dgrad: GEMM error 50 % (limit 5 %) since step 0, and 1 more of its tensors"
+    # What is decided on it may name a cause besides.
+    assert why.partition("; cause: ")[0] == told
 
 
 @pytest.mark.parametrize(
