@@ -25,14 +25,17 @@ _DISTORTION_PARTS = ("dy row", "dy col", "dgrad")
 """wgrad is recomputed in turns: in it a layer would seem to come and go."""
 
 
-def find_causes(seen: Symptoms, held: Mapping[str, Any]) -> list[Finding]:
-    """held: groups of findings that are told already; they stay for as long as any of their signs does."""
+def find_causes(seen: Symptoms, held: Mapping[str, Any], *, shaken: bool = False) -> list[Finding]:
+    """held: groups of findings that are told already; they stay for as long as any of their signs does.
+
+    shaken: whether the loss has jumped lately.
+    """
     view = seen.view
     if view.origin is not None:
         # Everything after it is as broken.
         return [_nonfinite(view.origin)]
     fp8 = fp8_findings(seen) if view.found else []
-    other = other_findings(seen, held, fp8_fault=bool(fp8))
+    other = other_findings(seen, held, fp8_fault=bool(fp8), shaken=shaken)
     alone = [finding for finding in other if finding.said.cause == "one-rank"]
     if alone:
         fp8 = [finding for finding in fp8 if finding.said.cause != "stale-inverse-scale"]

@@ -1,5 +1,6 @@
 """Lets candidates become decisions: dwell, pins, plan, proposals, budget and mode."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,14 +14,16 @@ from fp8_safeguard.monitor.remedies import Candidate, percent, signals
 from fp8_safeguard.monitor.signals import Breach
 from fp8_safeguard.monitor.slots import GEMM_OPERANDS, OPERANDS
 from fp8_safeguard.monitor.state import Change, PolicyState, Proposal, place, spot
-from fp8_safeguard.monitor.treatment import COSTS, Case, Choice, Remedy, clashes
-from fp8_safeguard.monitor.whatifs import Measured
+from fp8_safeguard.monitor.treatment import COSTS, Case, Choice, Remedy, clashes, shows
+from fp8_safeguard.monitor.whatifs import Measured, WhatIfs
 
 SETTLE_STEPS = 4
 """Steps that a scale change gets before the gemms behind it may fall back: it takes effect two steps after its evidence,
 and two more show whether it helped."""
 NO_SIGN_OF_HEALTH = ("non-finite", "late-nan")
 """Rules whose fallbacks nothing that is measured can end: people do."""
+WHOLLY_WRONG = 2.0
+"""Relative error from which on a larger one says no more."""
 LATE_STEPS = 16
 """Steps that it gets at most, where no sample says that it has been taken up."""
 
@@ -35,6 +38,8 @@ class Gate:
     plan_version: int
     evidence: Mapping[str, Evidence]
     causes: Sequence[Diagnosis] = ()
+    newer: WhatIfs = field(default_factory=WhatIfs)
+    """The step's own looks."""
     plan: Plan = field(init=False)
     changes: dict[str, Change] = field(init=False)
     proposals: dict[str, Proposal] = field(init=False)
@@ -163,11 +168,11 @@ class Gate:
 
     def settles(self, layer: str) -> bool:
         """Whether a scale or format of the layer has yet to show its effect."""
-        return any(self._fresh(change) for change in self._changes(layer) if change.action in COSTS)
+        return any(self.fresh(change) for change in self._changes(layer) if change.action in COSTS)
 
     def falling(self, layer: str) -> bool:
         """Whether a gemm of the layer went to BF16 so lately that nobody has seen what that does."""
-        return any(self._fresh(change) for change in self._changes(layer) if change.action == "bf16_fallback")
+        return any(self.fresh(change) for change in self._changes(layer) if change.action == "bf16_fallback")
 
     def in_bf16(self, layer: str, gemm: str) -> bool:
         """Whether the plan runs it in BF16, or a proposal would."""
@@ -199,7 +204,7 @@ class Gate:
         found = (self.changes.get(spot(layer, target)) for target in targets)
         return (change for change in found if change is not None)
 
-    def _fresh(self, change: Change) -> bool:
+    def fresh(self, change: Change) -> bool:
         """Whether no sample has yet had the time to show what a change does."""
         unseen = self.plan_version < change.version and self.step < change.step + LATE_STEPS
         return self.step < change.step + SETTLE_STEPS or unseen
@@ -237,7 +242,7 @@ class Gate:
             target = _main_target(operand)
             change = self.changes.get(spot(candidate.layer, target))
             proposal = self.proposals.get(place(candidate.layer, target, "scale_multiplier"))
-            if change is not None and change.action == "scale_multiplier" and self._fresh(change):
+            if change is not None and change.action == "scale_multiplier" and self.fresh(change):
                 return True
             if proposal is not None and self.step < proposal.step + SETTLE_STEPS:
                 return True
@@ -252,8 +257,25 @@ class Gate:
             why = f"{gemm} would take BF16 to {percent(after)} of the linear operations, beyond the budget of {limit}"
             self._advise(candidate, f"; {why}", {"budget": budget})
             return
-        extra = {"budget": budget, "restorable": restorable(candidate, breaches)}
-        self._decide(candidate, f"{gemm} goes to BF16", extra)
+        remark, emulation = self._emulation(candidate, gemm)
+        shown = restorable(candidate, breaches) and not remark
+        extra = {"budget": budget, "restorable": shown, **emulation}
+        self._decide(candidate, f"{gemm} goes to BF16{remark}", extra)
+
+    def _emulation(self, candidate: Candidate, gemm: str) -> tuple[str, dict[str, Any]]:
+        """Whether the emulated result shows what the real one does: a remark where it does not, and evidence."""
+        real = _judged(candidate, gemm)
+        if real is None:
+            return "", {}
+        capped = min(real, WHOLLY_WRONG)
+        look = self.newer.looks.get(candidate.layer)
+        plain = None if look is None else look.plain(gemm)
+        if plain is None:
+            return "", {"unshown": capped}
+        if shows(gemm, capped, plain):
+            return "", {"emulated_error": plain.error}
+        remark = f"; emulated, its FP8 result is healthy ({percent(plain.error)}) and shows nothing of it, so that no measurement says when it is over: a person restores it"
+        return remark, {"emulated_error": plain.error, "unshown": capped}
 
     def _decide(self, candidate: Candidate, remedy: str, extra: Mapping[str, Any]) -> None:
         proposed = self.config.mode != "enforce"
@@ -330,7 +352,18 @@ def change_of(decision: Decision, before: Change | None, step: int, plan: Plan) 
         by_result=decision.rule not in NO_SIGN_OF_HEALTH and decision.evidence.get("restorable") is False,
         version=plan.version,
         remedy=remedy["name"] if isinstance(remedy, Mapping) else None,
+        unshown=float(decision.evidence.get("unshown") or 0.0),
     )
+
+
+def _judged(candidate: Candidate, gemm: str) -> float | None:
+    """The real error of a GEMM whose recomputed result is what asks; infinite where it is no number."""
+    found = [
+        breach.value
+        for breach in candidate.breaches
+        if breach.slot.gemm == gemm and breach.rule.metric == "relative_error"
+    ]
+    return None if not found else max(math.inf if math.isnan(value) else value for value in found)
 
 
 def _main_target(operand: str) -> Target:

@@ -53,15 +53,27 @@ _QK_NORM = re.compile(r"^(q|k|qk|query|key)_")
 _QK_LAYER = re.compile(r"(qkv|query_key_value|(^|_)(q|k|query|key)(_|$)|c_attn|in_proj|^w[qk]$)")
 
 
-def other_findings(seen: Symptoms, held: Mapping[str, Any], *, fp8_fault: bool) -> list[Finding]:
-    """What the step speaks for. held: groups that are told already. fp8_fault: what FP8 did explains the rest."""
+def other_findings(
+    seen: Symptoms, held: Mapping[str, Any], *, fp8_fault: bool, shaken: bool = False
+) -> list[Finding]:
+    """What the step speaks for.
+
+    held: groups that are told already. fp8_fault: what FP8 did explains the rest. shaken: whether the loss has jumped lately,
+    so that what starts in gradients and routers follows from that.
+    """
     found = [*_dead_layers(seen, held), *_norms(seen, held), *_attention(seen, held), *rank_findings(seen)]
-    if not fp8_fault:
-        found += [*_tokens(seen, held), *_loss(seen), *_gradients(seen, held)]
-    if not any(finding.said.cause in ("data-spike", "loss-spike") for finding in found):
-        explained = {finding.said.layer for finding in found}
-        found += _routers(seen, held, explained)
-    return found
+    spikes = [] if fp8_fault else list(_loss(seen))
+    follows = [] if fp8_fault else [*_tokens(seen, held), *_gradients(seen, held)]
+    explained = {finding.said.layer for finding in (*found, *spikes, *follows)}
+    follows += _routers(seen, held, explained)
+    if spikes or shaken:
+        follows = [finding for finding in follows if finding.group in held]
+    return [*found, *spikes, *follows]
+
+
+def is_spike(cause: str) -> bool:
+    """Whether a cause shakes everything that comes after it."""
+    return cause in ("data-spike", "loss-spike")
 
 
 def group_of(cause: str, place: str) -> str:

@@ -10,8 +10,9 @@ depends on the order of the slots. It runs once a step, in step order.
    not already in the plan or proposed, and the fallback budget holds it. Where the budget does not, people get advice, once.
 4. Each decision is graded once it has had its time (`outcomes`); a remedy that did not help gives way to the next.
 5. A gemm in fallback is restored after the dwell, once what it reads has been healthy for some samples (and its emulated
-   FP8 result, where only the result showed the fault), a scale or format once looks show the plain configuration to be
-   healthy (`restoring`); each time the same spot returns, the wait doubles.
+   FP8 result, where only the result showed the fault, and the emulation has shown it too: otherwise a person restores it), a
+   scale or format once looks show the plain configuration to be healthy (`restoring`); each time the same spot returns, the
+   wait doubles.
 
 In `enforce` decisions change the plan; in `observe` and `advise` they are proposed, and `approve` changes it.
 """
@@ -95,8 +96,8 @@ def decide(
         losses=with_loss(state.losses, loss, jumped=view.jump is not None),
         trends=trends,
     )
-    gate = Gate(current, config, step.step, step.plan_version, evidence, causes)
     newer = _looks(state, view)
+    gate = Gate(current, config, step.step, step.plan_version, evidence, causes, newer)
     looks = state.looks.added(newer)
     prescribe(gate, view, _candidates(view, causes), looks, shadow)
     offer_last_layers(gate, view, state.underflow)

@@ -6,12 +6,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from fp8_safeguard.monitor.alongside import waits_for_scale
 from fp8_safeguard.monitor.gate import SETTLE_STEPS, Gate
 from fp8_safeguard.monitor.plan import Target
 from fp8_safeguard.monitor.precision import BF16
 from fp8_safeguard.monitor.remedies import Candidate
 from fp8_safeguard.monitor.slots import Slot, gemms_of
-from fp8_safeguard.monitor.treatment import Case, Choice, choices, common, is_reproduced, reaches
+from fp8_safeguard.monitor.treatment import Case, Choice, choices, common, healthy, is_reproduced, reaches
 from fp8_safeguard.monitor.whatifs import Look, WhatIfs
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def prescribe(
     offers = [each for each in candidates if not each.measured]
     asked: dict[str, list[Candidate]] = {}
     for each in candidates:
-        if each.measured:
+        if each.measured and not _is_cleared(each, looks):
             asked.setdefault(each.layer, []).append(each)
     ill = []
     for layer in sorted(asked):
@@ -75,7 +76,11 @@ def prescribe(
         offers += [
             candidate for each in left for candidate in _without_remedy(each, at_once=at_once, blind=blind)
         ]
+    began = {each.case.layer: each.case.first_step for each in ill}
+    # Scales come first in their order.
     for each in sorted(offers, key=lambda candidate: candidate.order):
+        if each.layer in began and waits_for_scale(gate, each, began[each.layer]):
+            continue
         in_bf16 = shadow.configured(each.layer, each.target) == BF16
         gate.offer(each, view.breaches, in_bf16=in_bf16)
 
@@ -177,6 +182,15 @@ def _treat_alike(gate: Gate, group: Sequence[_Ill], everyone: Sequence[_Ill]) ->
             gate.treat(each.case, choice, [other.case.layer for other in looked])
             treated.add(layer)
     return treated
+
+
+def _is_cleared(candidate: Candidate, looks: WhatIfs) -> bool:
+    """Whether an operand alone asks for a gemm's fallback, and the look of now shows the gemm to be healthy."""
+    seen, gemm = looks.looks.get(candidate.layer), candidate.target.gemm
+    if seen is None or seen.age or gemm is None or len(candidate.breaches) != 1:
+        return False
+    plain = seen.plain(gemm)
+    return candidate.breaches[0].slot.gemm is None and plain is not None and healthy(gemm, plain)
 
 
 def _without_remedy(ill: _Ill, *, at_once: bool, blind: bool) -> list[Candidate]:

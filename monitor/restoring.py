@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fp8_safeguard.monitor.gate import Gate
 from fp8_safeguard.monitor.nonfinite import Origin
 from fp8_safeguard.monitor.plan import PlanEntry
+from fp8_safeguard.monitor.remedies import Candidate
 from fp8_safeguard.monitor.sight import Sight
 from fp8_safeguard.monitor.signals import Breach, Measures, SlotList
 from fp8_safeguard.monitor.slots import GEMM_OPERANDS, Slot
 from fp8_safeguard.monitor.state import Change, place, spot
-from fp8_safeguard.monitor.treatment import COSTS, healthy, undone
-from fp8_safeguard.monitor.whatifs import Look, WhatIfs
+from fp8_safeguard.monitor.treatment import COSTS, healthy, shows, undone
+from fp8_safeguard.monitor.whatifs import Look, Measured, WhatIfs
 
 if TYPE_CHECKING:
     from fp8_safeguard.monitor.view import StepView
@@ -33,14 +35,14 @@ def _fallbacks(gate: Gate, view: StepView) -> dict[str, int]:
         healthy = _healthy(entry.layer, gemm, view.breaches, view.origin, view.sight)
         if healthy and change.by_result and not _emulated(entry.layer, gemm, view.compiled):
             healthy = None
+        if change.unshown and _shows(entry.layer, gemm, change.unshown, view):
+            change = gate.changes[key] = replace(change, unshown=0.0)
         samples = gate.state.probation.get(key, 0)
         samples = samples if healthy is None else samples + 1 if healthy else 0
-        shown = change.restorable or change.by_result
-        if (
-            shown
-            and samples >= gate.config.restore_samples
-            and gate.step >= change.step + _wait(gate, change)
-        ):
+        due = samples >= gate.config.restore_samples and gate.step >= change.step + _wait(gate, change)
+        if due and change.by_result and change.unshown:
+            gate.offer(_left_to_people(entry, samples), {})
+        elif due and (change.restorable or change.by_result):
             seen = "its emulated result and all" if change.by_result else "all"
             values = _readings(entry.layer, gemm, view.compiled, view.measures)
             gate.restore(
@@ -51,6 +53,31 @@ def _fallbacks(gate: Gate, view: StepView) -> dict[str, int]:
             )
         probation[key] = samples
     return probation
+
+
+def _left_to_people(entry: PlanEntry, samples: int) -> Candidate:
+    """Advice instead of a restore on an emulation that never showed the fault."""
+    return Candidate(
+        layer=entry.layer,
+        target=entry.target,
+        action="advice",
+        rule="probation",
+        breaches=(),
+        priority=4,
+        because=f"{entry.layer!r} {entry.target.key}: its emulated FP8 result was healthy in {samples} samples, but it never "
+        "showed the fault that the real one had (a stale inverse scale, or hardware), so it says nothing about its end; once "
+        "the cause is found, revert the decision by hand",
+    )
+
+
+def _shows(layer: str, gemm: str, error: float, view: StepView) -> bool:
+    """Whether the step's emulated result of a GEMM, of its experts the worst, shows that error."""
+    slots, errors = view.compiled.slots, view.measures["relative_error"]
+    return any(
+        shows(gemm, error, Measured(float(errors[at]), slots[at].fmt))
+        for at in view.compiled.gemms
+        if slots[at].emulated and slots[at].gemm == gemm and slots[at].layer == layer
+    )
 
 
 def _treatments(gate: Gate, newer: WhatIfs) -> dict[str, int]:

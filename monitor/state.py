@@ -33,6 +33,9 @@ class Change:
     """The first plan that holds it: older samples were measured without it."""
     remedy: str | None = None
     """Name of the measured remedy that it is a part of."""
+    unshown: float = 0.0
+    """The GEMM's real error, capped, that no emulated result has shown yet; 0 once one has. What never showed a fault does not
+    say either when it is over."""
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,13 @@ REPRODUCED = 0.5
 """Part of the real error that the emulated plain precision has to show, so that emulated alternatives say anything. A stale
 inverse scale or a faulty rank is not in the operands, and no scale or format of them heals it."""
 
+AS_GOOD = 1.25
+"""Times the smallest error up to which another scale's is as good."""
+MATERIAL = 0.5
+"""Part of the plain error that a remedy may leave."""
+WELL = 0.75
+"""Part of what is healthy that is a format's own noise, from wherever it came down."""
+
 _WORDS = {
     "scale_multiplier": "the scales of {} go to {} times what the amax asks for",
     "scale_rounding": "the scales of {} go to {} rounding",
@@ -123,6 +130,18 @@ class Case:
         return self.failing | readers
 
     @property
+    def read(self) -> frozenset[str]:
+        """Operands that the failing GEMMs read, and those that are lost."""
+        return self.lost.union(operand for gemm in self.failing for operand, _ in GEMM_OPERANDS[gemm])
+
+    @property
+    def blamed(self) -> frozenset[str]:
+        """Operands in breach, where no GEMM's own result is: what else the GEMM reads is not at fault."""
+        if any(breach.slot.gemm for breach in self.breaches):
+            return frozenset()
+        return frozenset(breach.slot.operand for breach in self.breaches if breach.slot.operand)
+
+    @property
     def kind(self) -> str:
         """What layers with one fault have in common: the GEMM that fails first, or the operand."""
         gemm = next((gemm for gemm in GEMMS if gemm in self.failing), "")
@@ -140,10 +159,14 @@ class Choice:
     """Of the look."""
 
     @property
+    def worst(self) -> float:
+        """The largest of its errors, as a part of what is healthy."""
+        return max((seen.error / level(gemm, seen) for gemm, seen in self.errors.items()), default=0.0)
+
+    @property
     def order(self) -> tuple[Any, ...]:
-        """The cheapest kind first, and of one kind the one with the most room."""
-        worst = max((seen.error / level(gemm, seen) for gemm, seen in self.errors.items()), default=0.0)
-        return (*self.remedy.cost, worst, self.remedy.name)
+        """The cheapest kind first, and of one kind the one with the smallest errors."""
+        return (*self.remedy.cost, self.worst, self.remedy.name)
 
     def to_wire(self) -> dict[str, Any]:
         """For the evidence of a decision."""
@@ -188,9 +211,14 @@ def is_reproduced(case: Case, look: Look) -> bool:
     """Whether the emulated plain precision shows what the real results do."""
     for gemm, error in case.judged.items():
         plain = look.plain(gemm)
-        if plain is None or not plain.error >= REPRODUCED * error or healthy(gemm, plain):
+        if plain is None or not shows(gemm, error, plain):
             return False
     return True
+
+
+def shows(gemm: str, error: float, emulated: Measured) -> bool:
+    """Whether an emulated result shows the fault that a real one has."""
+    return emulated.error >= REPRODUCED * error and not healthy(gemm, emulated)
 
 
 def choices(case: Case, look: Look, plan: Plan, allowed: Callable[[Remedy], bool]) -> list[Choice]:
@@ -202,7 +230,24 @@ def choices(case: Case, look: Look, plan: Plan, allowed: Callable[[Remedy], bool
         for remedy in catalogue()
         if _suits(case, remedy) and allowed(remedy)
     )
-    return sorted((choice for choice in measured if choice is not None), key=lambda choice: choice.order)
+    found = [choice for choice in measured if choice is not None]
+    return sorted(found, key=lambda choice: (choice.remedy.cost, *_room(choice, found), choice.order))
+
+
+def _room(choice: Choice, found: Iterable[Choice]) -> tuple[bool, float]:
+    """Of a scale's healthy values the one with the most room on both sides: as good as the best, and the nearest to 1.
+
+    The smallest error alone takes the scale whose largest values only just fit: a held scale then saturates as they grow.
+    """
+    remedy = choice.remedy
+    if remedy.action != "scale_multiplier":
+        return False, 0.0
+    best = min(
+        other.worst
+        for other in found
+        if (other.remedy.action, other.remedy.operands) == (remedy.action, remedy.operands)
+    )
+    return choice.worst > AS_GOOD * best, abs(math.log2(float(remedy.value or 1.0)))
 
 
 def common(lists: Iterable[list[Choice]]) -> Choice | None:
@@ -224,7 +269,14 @@ def _suits(case: Case, remedy: Remedy) -> bool:
         return False
     if case.vanishing:
         return (remedy.action, remedy.value) == ("format", "e5m2") and {"x", "w"} <= set(remedy.changed)
-    return True
+    if case.blamed and not case.blamed & set(remedy.changed):
+        return False
+    return not _spends(remedy) or set(remedy.changed) <= case.read
+
+
+def _spends(remedy: Remedy) -> bool:
+    """Whether it takes something away from what it changes; scales as the amax asks, and E4M3, do not."""
+    return bool(remedy.operands) or (remedy.action, remedy.value) == ("format", "e5m2")
 
 
 def _measured(case: Case, look: Look, plan: Plan, remedy: Remedy) -> Choice | None:
@@ -246,18 +298,30 @@ def _measured(case: Case, look: Look, plan: Plan, remedy: Remedy) -> Choice | No
     if not errors or not case.failing <= set(errors):
         return None
     plain = {gemm: seen for gemm in errors if (seen := look.plain(gemm)) is not None}
+    if not case.vanishing and not any(_gains(gemm, errors[gemm], seen) for gemm, seen in plain.items()):
+        return None
     return Choice(remedy, errors, plain, look.step)
 
 
 def _helps(case: Case, look: Look, gemm: str, seen: Measured) -> bool:
     plain = look.plain(gemm)
     loses = any(operand in case.lost for operand, _ in GEMM_OPERANDS[gemm])
-    if gemm in case.judged or loses:
+    if gemm in case.failing and not case.vanishing:
+        return healthy(gemm, seen) and plain is not None and _gains(gemm, seen, plain)
+    if loses:
         return healthy(gemm, seen) and plain is not None and seen.error < plain.error
     # A leaf's noise goes no further: what does not fail there may stay as it is, but must not grow.
     leaf = gemm == "wgrad" and gemm not in case.failing
     tolerated = leaf and plain is not None and seen.error <= plain.error
     return healthy(gemm, seen) or tolerated
+
+
+def _gains(gemm: str, seen: Measured, plain: Measured) -> bool:
+    """Whether an error that is none of the format's own came down by half, or to the noise of the remedy's format."""
+    if healthy(gemm, plain):
+        return False
+    by_half = not seen.error > MATERIAL * plain.error
+    return by_half or (seen.error < plain.error and seen.error <= WELL * level(gemm, seen))
 
 
 def _is_so(plan: Plan, layer: str, operand: str, action: str, value: Any) -> bool:

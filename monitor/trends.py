@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 from fp8_safeguard.monitor.attribution import find_causes, observed
 from fp8_safeguard.monitor.cause import Finding
 from fp8_safeguard.monitor.fp8causes import GROUP, SCALE_CAUSES
+from fp8_safeguard.monitor.othercauses import is_spike
 from fp8_safeguard.monitor.series import AS_THEY_COME, Series
 from fp8_safeguard.monitor.symptoms import Symptoms
 
@@ -20,6 +21,10 @@ STUCK = "stuck-scale"
 SHARPENS = 3
 """Samples within which a scale that is off may turn out to stand still: what it is and what it follows may be unknown at
 first. After that a cause stays as it was told."""
+
+SHAKEN_SAMPLES = 32
+"""Samples after a jump of the loss in which what starts in gradients and routers is its consequence: unusual data are the norm
+of the loss after half a dozen samples, and empty experts for longer."""
 
 _ALONG_TOKENS = ("token-imbalance", "qk-growth")
 
@@ -49,6 +54,8 @@ class Trends:
     nonfinite_steps: int = 0
     """Samples with a loss, a gradient norm or a tensor that is not finite, but for a gradient scaler that looks for its scale.
     Counted with or without a scaler."""
+    shaken: int = 0
+    """Samples for which a jump of the loss explains what starts."""
     reaches: Mapping[str, frozenset[str]] = field(default_factory=dict, compare=False)
     """Layers that show each cause at the latest step; not stored."""
 
@@ -56,7 +63,17 @@ class Trends:
         """With one more step."""
         told = {group: lasting for group, lasting in self.causes.items() if lasting.told}
         seen = Symptoms(view, self.series)
-        found, values = find_causes(seen, told), observed(seen)
+        found, values = find_causes(seen, told, shaken=self.shaken > 0), observed(seen)
+        if self.shaken:
+            # The layers get used to unusual data before the loss does.
+            found = [
+                finding
+                for finding in found
+                if finding.said.cause != "loss-spike" or finding.group in self.causes
+            ]
+        spiking = any(is_spike(lasting.said["name"]) for lasting in told.values())
+        spiking |= any(is_spike(finding.said.cause) for finding in found)
+        shaken = SHAKEN_SAMPLES if spiking else max(self.shaken - 1, 0)
         if view.origin is not None:
             values = {}
         elif any(finding.group.startswith(GROUP) for finding in found):
@@ -64,9 +81,14 @@ class Trends:
             kept = AS_THEY_COME - {"distortion"}
             values = {key: value for key, value in values.items() if key[0] in kept}
         reaches = {finding.group: finding.said.reaches for finding in found}
-        values = {key: value for key, value in values.items() if not _is_spoken_of(key, told)}
+        values = {
+            key: value
+            for key, value in values.items()
+            # What routers do meanwhile is no norm either: an expert that stays empty is told afterwards.
+            if not _is_spoken_of(key, told) and not (shaken and key[0] == "load_min")
+        }
         broken = self.nonfinite_steps + _is_broken(view)
-        return Trends(self.series.added(values), self._followed(found, view), broken, reaches)
+        return Trends(self.series.added(values), self._followed(found, view), broken, shaken, reaches)
 
     def _followed(self, found: list[Finding], view: StepView) -> dict[str, Lasting]:
         after = {finding.group: self._lasting(finding, view) for finding in found}
@@ -102,13 +124,19 @@ class Trends:
         causes = {
             group: {**vars(lasting), "said": dict(lasting.said)} for group, lasting in self.causes.items()
         }
-        return {"series": self.series.to_dict(), "causes": causes, "nonfinite_steps": self.nonfinite_steps}
+        return {
+            "series": self.series.to_dict(),
+            "causes": causes,
+            "nonfinite_steps": self.nonfinite_steps,
+            "shaken": self.shaken,
+        }
 
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any]) -> Self:
         """The inverse of to_dict; nothing stored is an empty one."""
         causes = {group: Lasting(**lasting) for group, lasting in stored.get("causes", {}).items()}
-        return cls(Series.from_dict(stored.get("series", {})), causes, stored.get("nonfinite_steps", 0))
+        counts = stored.get("nonfinite_steps", 0), stored.get("shaken", 0)
+        return cls(Series.from_dict(stored.get("series", {})), causes, *counts)
 
 
 def _is_spoken_of(key: tuple[str, str], told: Mapping[str, Lasting]) -> bool:

@@ -100,7 +100,7 @@ VARIANTS: dict[str, Variant] = {
     ),
     **_multipliers("x"),
     # Gradients are what an amax floor for activations flushes, by many orders of magnitude.
-    **_multipliers("dy", -20),
+    **_multipliers("dy", -20, -16),
     "x_tile128": Variant(
         action="blocks", operand="x", value="128x128", meaning="x in 128x128 blocks, as weights are"
     ),

@@ -29,6 +29,7 @@ from fp8_safeguard.server.routes import (
     runs,
 )
 from fp8_safeguard.server.settings import Settings, check_bind
+from fp8_safeguard.server.sharedpolicy import shared_policy
 from fp8_safeguard.server.smallbodies import SmallBodies
 from fp8_safeguard.server.store import open_store
 from fp8_safeguard.server.tokens import stored_token
@@ -44,10 +45,12 @@ def create_app(
 ) -> FastAPI:
     """The service on the store that the settings name; the schema is brought up to date here.
 
-    Raises InsecureBindError for a public address without a token, StoreError for a store that cannot be used.
+    Raises InsecureBindError for a public address without a token, StoreError for a store that cannot be used, PolicyFileError
+    for a policy file that says no policy.
     """
+    policy = shared_policy(settings.policy_file)
     check_bind(settings, lambda: stored_token(settings, clock))
-    store = open_store(settings, clock)
+    store = open_store(settings, clock, policy)
     upgrade(store)
     meters = IngestMeters()
     context = Context(

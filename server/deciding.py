@@ -19,6 +19,7 @@ from fp8_safeguard.server.branch import visible_rows
 from fp8_safeguard.server.events import Event
 from fp8_safeguard.server.packing import Packed
 from fp8_safeguard.server.policystore import load_state, save_state
+from fp8_safeguard.server.store import policy_of
 from fp8_safeguard.server.tables import attempts, decisions, samples
 
 NEWER_STEPS = 4
@@ -112,8 +113,9 @@ def _events(
 
 
 def config_of(conn: Connection, run: Row[Any]) -> PolicyConfig:
-    """The policy's configuration for a run."""
-    return PolicyConfig(
+    """The policy's configuration for a run: what all have in common, and what is its own."""
+    return replace(
+        policy_of(conn),
         run=run.name,
         preset=run.preset,
         mode=run.mode,
@@ -189,7 +191,10 @@ def first_state(conn: Connection, run: Row[Any], attempt: Row[Any]) -> PolicySta
     plan = _as_applied(conn, audit.plan_from(run), attempt.from_step)
     if parent.last_decided_step is None or parent.last_decided_step < attempt.from_step:
         return replace(load_state(run, parent), plan=plan)
-    return replace(_replayed(conn, run, attempt), plan=plan, decisions_made=made)
+    held = load_state(run, parent).changes
+    # What was decided in the shared steps has yet to show its effect in the child's, or rests there as it did.
+    shared = {spot: change for spot, change in held.items() if change.step < attempt.from_step}
+    return replace(_replayed(conn, run, attempt), plan=plan, decisions_made=made, changes=shared)
 
 
 def _as_applied(conn: Connection, plan: Plan, from_step: int) -> Plan:

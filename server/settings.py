@@ -32,6 +32,8 @@ class Settings(BaseSettings):
     """One token with every scope; the client sends the same variable."""
     tokens: dict[str, list[Scope]] = Field(default_factory=dict)
     """Further tokens with their scopes, as JSON: {"secret": ["ingest", "read"]}."""
+    policy_file: str | None = None
+    """TOML file with what the policies of all runs have in common; read once, at the start."""
     spool_dir: str | None = None
     """Where a client keeps samples that the service has not acknowledged."""
     max_body_bytes: int = Field(default=64 * 2**20, gt=0)

@@ -13,6 +13,7 @@ from sqlalchemy import Connection, Engine, create_engine, event, func, select
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, DatabaseError, OperationalError
 
+from fp8_safeguard.monitor.policyconfig import PolicyConfig
 from fp8_safeguard.monitor.slots import Slot
 from fp8_safeguard.server.recent import Recent
 from fp8_safeguard.server.settings import Settings
@@ -103,14 +104,27 @@ def freshness_of(conn: Connection) -> tuple[float, float]:
     return options["fp8_safeguard_clock"](), options["fp8_safeguard_stale_seconds"]
 
 
-def open_store(settings: Settings, clock: Callable[[], float] = time.time) -> Store:
+def policy_of(conn: Connection) -> PolicyConfig:
+    """What the policies of all runs have in common; a reader of the database alone has the defaults."""
+    shared = conn.get_execution_options().get("fp8_safeguard_policy")
+    return shared if isinstance(shared, PolicyConfig) else PolicyConfig()
+
+
+def open_store(
+    settings: Settings, clock: Callable[[], float] = time.time, policy: PolicyConfig | None = None
+) -> Store:
     """Create the engine; nothing is read or written until it is used.
 
+    policy: what the policies of all runs have in common; None: the defaults.
     Raises StoreError for an address that is none, and for a database that threads cannot share.
     """
     url = database_url_of(settings.database_url)
     # Every connection knows them, so that a query needs nothing but its connection.
-    options = {"fp8_safeguard_clock": clock, "fp8_safeguard_stale_seconds": settings.run_stale_seconds}
+    options = {
+        "fp8_safeguard_clock": clock,
+        "fp8_safeguard_stale_seconds": settings.run_stale_seconds,
+        "fp8_safeguard_policy": policy or PolicyConfig(),
+    }
     if url.get_backend_name() == "sqlite":
         _check_sqlite_url(url)
         arguments: dict[str, Any] = {"timeout": settings.busy_timeout_seconds}

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fp8_safeguard.monitor.policy import PolicyState
 from fp8_safeguard.monitor.slots import Slot
 
 COUNT = 1024 * 256
@@ -176,6 +177,35 @@ def test_an_expert_that_had_its_share_and_gets_nothing_is_starved(course: Any, f
     shares = [*(0.2 * 0.9 ** np.arange(24)).tolist(), *[0.0] * 12]
     falling = [replace(course([])[0], step=at, **router(share)) for at, share in enumerate(shares)]
     assert followed(falling)[1] == []
+
+
+def shaken(after: int) -> list[dict[str, Any]]:
+    """A loss that jumps for a dozen samples, while the router empties, and is its own norm again for so many more."""
+    return [{**router(0.0), "run": {"loss": 8.7 if at < 12 else 1.9}} for at in range(12 + after)]
+
+
+def test_what_starts_in_a_router_while_the_data_are_unusual_is_their_consequence(
+    course: Any, observation: Any, slots: Any, followed: Any
+) -> None:
+    loud = {(layer, "dy row"): {"amax": 11.0} for layer in EVERY}
+    before = course([], {**router(0.12), "run": {"loss": 1.9}})
+
+    def told(after: int) -> Any:
+        fields = shaken(after)
+        ills = [loud if at < 12 else {} for at in range(len(fields))]
+        seen = [
+            observation(8 + at, slots, ill, **each)
+            for at, (ill, each) in enumerate(zip(ills, fields, strict=True))
+        ]
+        return followed([*before, *seen])
+
+    state, causes, decisions = told(20)
+    assert causes == [(9, "data-spike", None)]
+    assert [made.rule for made in decisions] == ["data-spike"]
+    stored = json.loads(json.dumps(state.to_dict(), allow_nan=False))
+    assert PolicyState.from_dict(stored).trends.shaken == state.trends.shaken > 0
+    # An expert that is still without tokens long after it is a cause of its own.
+    assert [cause for _, cause, _ in told(80)[1]] == ["data-spike", "starved-expert"]
 
 
 def test_a_layer_whose_input_has_died_is_named_and_what_follows_is_folded_in(

@@ -159,8 +159,9 @@ def test_a_fault_that_only_the_result_showed_ends_with_the_emulated_results_heal
     assert made[0].evidence["values"][f"{LAYER} fprop relative_error"] == pytest.approx(0.039)
     assert state.plan.entries == ()
     state, _ = follow([observation(40, slots, ill)], config, state)
-    _, again = follow((observation(step, marked) for step in range(41, 80)), config, state)
-    assert [decision.step for decision in again] == [60]
+    course = [observation(step, marked, ill if step < 42 else {}) for step in range(41, 80)]
+    _, again = follow(course, config, state)
+    assert [(decision.step, decision.action) for decision in again] == [(60, "restore")]
 
 
 def test_samples_without_the_emulated_result_neither_help_nor_harm_its_restore(
@@ -171,8 +172,14 @@ def test_samples_without_the_emulated_result_neither_help_nor_harm_its_restore(
     state, _ = follow([observation(0, slots, {(LAYER, "wgrad"): {"error": 0.95}})], config)
     marked = in_fallback(slots, "wgrad")
     bare = tuple(slot for slot in slots if (slot.layer, slot.gemm) != (LAYER, "wgrad"))
-    turns = (observation(step, bare if step % 10 else marked) for step in range(1, 100))
-    assert [decision.step for decision in follow(turns, config, state)[1]] == [50]
+    turns = (
+        observation(
+            step, bare if step % 10 else marked, {(LAYER, "wgrad"): {"error": 0.95}} if step == 10 else {}
+        )
+        for step in range(1, 100)
+    )
+    made = follow(turns, config, state)[1]
+    assert [(decision.step, decision.action) for decision in made] == [(60, "restore")]
 
 
 def test_what_a_non_finite_origin_or_a_person_put_to_bf16_a_person_restores(

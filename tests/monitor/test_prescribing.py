@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from fp8_safeguard.monitor import policy
+from fp8_safeguard.monitor.gate import SETTLE_STEPS
 from fp8_safeguard.monitor.plan import Target
 from fp8_safeguard.monitor.policy import PolicyConfig, PolicyState
 from fp8_safeguard.monitor.prescribing import LOOK_WAIT
@@ -159,6 +160,54 @@ def test_what_did_not_help_is_replaced_by_the_next_remedy_after_the_dwell(
     assert made[-1].evidence["replaces"] == [made[0].id]
     assert made[-1].reason.endswith(", in the place of scale_multiplier, which did not help")
     assert [(entry.action, entry.value) for entry in state.plan.entries] == [("format", "e5m2")]
+
+
+def test_a_layer_waits_for_the_scale_that_others_with_its_fault_get(
+    slots: Any, observation: Any, follow: Any, asked: Any, looked: Any
+) -> None:
+    """One layer of several saturates in a layout that is not looked at, or shows it a sample later."""
+    layers = [f"blocks.3.{linear}" for linear in ("o", "shared_up", "expert_up")]
+    ill = everywhere([LAYER, *layers], "fprop", 0.8)
+    ill |= {(layer, "x row"): {"saturated": 200_000} for layer in layers}
+    seen = observation(0, slots, ill)
+    for layer in layers:
+        seen = looked(seen, layer, SATURATED)
+    state, made = follow([seen])
+    assert sorted(asked(made)) == [(layer, "x row", "scale_multiplier") for layer in sorted(layers)]
+    # The others are healthy when it shows what it needs.
+    late = {(LAYER, "fprop"): {"error": 0.8}, (LAYER, "x row"): {"saturated": 200_000}}
+    _, more = follow([looked(observation(1, slots, late), LAYER, SATURATED)], state=state)
+    assert asked(more) == [(LAYER, "x row", "scale_multiplier")]
+    # Where it never does, it waits no longer than a scale has to show its effect.
+    course = [observation(step, slots, {(LAYER, "fprop"): {"error": 0.8}}) for step in range(1, 12)]
+    _, alone = follow(course, state=state)
+    assert [(decision.step, decision.layer, decision.action) for decision in alone] == [
+        (SETTLE_STEPS, LAYER, "bf16_fallback")
+    ]
+
+
+def test_a_layer_with_another_fault_does_not_wait_for_a_scale_of_others(
+    slots: Any, observation: Any, follow: Any, asked: Any, looked: Any
+) -> None:
+    ill = {("blocks.3.o", "fprop"): {"error": 0.8}, (LAYER, "dgrad"): {"error": 0.8}}
+    _, made = follow([looked(observation(0, slots, ill), "blocks.3.o", SATURATED)])
+    assert sorted(asked(made)) == [
+        ("blocks.3.o", "x row", "scale_multiplier"),
+        (LAYER, "dgrad", "bf16_fallback"),
+    ]
+
+
+def test_an_ill_operand_asks_for_nothing_while_the_look_shows_its_gemm_to_be_healthy(
+    make_slots: Any, observation: Any, follow: Any, asked: Any, looked: Any
+) -> None:
+    """Weight gradients are recomputed in turn: a look says in between what they are."""
+    slots = make_slots(gemms=("fprop", "dgrad"))
+    ill = {(LAYER, "dy col"): {"sqnr_db": 10.8}}
+    fine = {"fprop": {"fp8": 0.02, "pow2": 0.02}, "wgrad": {"fp8": 0.035, "x_multiplier_2^4": 0.035}}
+    bad = {**fine, "wgrad": {"fp8": 0.3, "x_multiplier_2^4": 0.3}}
+    for look, expected in ((fine, []), (bad, [(LAYER, "wgrad", "bf16_fallback")])):
+        _, made = follow(looked(observation(step, slots, ill), LAYER, look) for step in range(12))
+        assert asked(made) == expected
 
 
 def everywhere(layers: Any, gemm: str, error: float) -> Any:

@@ -11,7 +11,9 @@ import pytest
 from fp8_safeguard.monitor.plan import Decision, Plan, Target
 from fp8_safeguard.monitor.policy import PolicyState
 from fp8_safeguard.monitor.policyconfig import PolicyConfig
+from fp8_safeguard.monitor.signals import Breach
 from fp8_safeguard.monitor.slots import GEMM_OPERANDS, GEMMS, Slot
+from fp8_safeguard.monitor.thresholds import FLOOR
 from fp8_safeguard.monitor.treatment import (
     COSTS,
     HEALTHY_ERROR,
@@ -180,6 +182,69 @@ def test_a_leaf_that_does_not_fail_may_stay_as_noisy_as_it_is() -> None:
         "format=e5m2: x"
     ]
     assert choices(a_case("fprop", "wgrad"), look_at, Plan(), free) == []
+
+
+def multipliers(**errors: float) -> dict[str, dict[str, float]]:
+    """Multipliers of dy for a held scale of 1, by the power of two."""
+    named = {f"dy_multiplier_2^-{power[1:]}": error for power, error in errors.items()}
+    return {"dgrad": {"fp8": 1.0, **named}, "wgrad": {"fp8": 1.0, **named}}
+
+
+@pytest.mark.parametrize(
+    ("errors", "best"),
+    [
+        # The smallest error of all is that of a scale whose largest values only just fit.
+        ({"m20": 0.0216, "m16": 0.0222, "m12": 0.044}, 2.0**-16),
+        ({"m20": 0.0216, "m16": 0.0222, "m12": 0.024}, 2.0**-12),
+        ({"m20": 0.0216, "m16": 0.3, "m12": 0.9}, 2.0**-20),
+        ({"m20": 0.4, "m16": 0.030, "m12": 0.9}, 2.0**-16),
+    ],
+)
+def test_of_the_healthy_multipliers_the_one_with_room_on_both_sides_is_taken(
+    errors: Any, best: float
+) -> None:
+    found = choices(a_case("dgrad", "wgrad", error=1.0), a_look(multipliers(**errors)), Plan(), free)
+    assert (found[0].remedy.action, found[0].remedy.value) == ("scale_multiplier", best)
+
+
+def a_breach(**where: Any) -> Breach:
+    rule = next(rule for rule in FLOOR.rules if rule.rule == "sqnr")
+    return Breach(rule=rule, slot=Slot(LAYER, **where), value=10.8, severity="act", limit=20.0, instant=False)
+
+
+def test_what_is_not_at_fault_is_left_alone_and_what_gains_nothing_is_no_remedy() -> None:
+    """dy col is ill, and a larger scale of x leaves every error as it is."""
+    errors = {
+        "fprop": {"fp8": 0.0186, "x_multiplier_2^4": 0.0186},
+        "wgrad": {"fp8": 0.0355, "x_multiplier_2^4": 0.0354, "dy_multiplier_2^4": 0.0354, "pow2": 0.0353},
+        "dgrad": {"fp8": 0.02, "dy_multiplier_2^4": 0.02, "pow2": 0.02},
+    }
+    breaches = (a_breach(operand="dy", layout="col"),)
+    given = {"breaches": breaches, "failing": frozenset({"wgrad"}), "judged": {}}
+    case = Case(**{**vars(a_case("wgrad")), **given})
+    assert choices(case, a_look(errors), Plan(), free) == []
+    # Where the gemm is ill, a scale of dy that heals it is one, and an equally good scale of x none.
+    errors["wgrad"] |= {"fp8": 0.3, "x_multiplier_2^4": 0.03, "dy_multiplier_2^4": 0.03, "pow2": 0.29}
+    found = choices(case, a_look(errors), Plan(), free)
+    assert [choice.remedy.name for choice in found] == ["scale_multiplier=16.0: dy"]
+
+
+@pytest.mark.parametrize(("after", "helps"), [(0.049, False), (0.044, False), (0.033, True)])
+def test_a_remedy_halves_the_error_or_brings_it_to_the_formats_noise(after: float, helps: bool) -> None:
+    errors = {"fprop": {"fp8": 0.055, "w_multiplier_2^4": 0.1, "pow2": after}, "wgrad": {"fp8": 0.03}}
+    errors["wgrad"]["pow2"] = errors.setdefault("dgrad", {"fp8": 0.03})["pow2"] = 0.03
+    assert bool(choices(a_case("fprop", error=0.055), a_look(errors), Plan(), free)) == helps
+
+
+def test_what_only_other_gemms_read_is_not_changed() -> None:
+    """Only dgrad fails, which reads no x: the format of all three operands goes too far."""
+    errors = {
+        "fprop": {"fp8": 0.0228, "e5m2": 0.0459, "w_e5m2": 0.04},
+        "dgrad": {"fp8": 0.337, "e5m2": 0.0856, "w_e5m2": 0.3},
+        "wgrad": {"fp8": 0.295, "e5m2": 0.09, "dy_e5m2": 0.09},
+    }
+    found = choices(a_case("dgrad", error=0.316), a_look(errors), Plan(), free)
+    assert [choice.remedy.name for choice in found] == ["format=e5m2: dy, w"]
 
 
 def test_what_the_plan_has_already_is_no_change() -> None:

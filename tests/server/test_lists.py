@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from fp8_safeguard.monitor.prescribing import LOOK_WAIT
+
 API = "/api/v1/runs"
 
 
@@ -35,9 +37,11 @@ def test_b63_pages_of_decisions_are_complete_and_stable_while_rows_are_added(
     step = iter(range(1000))
 
     def post(attempt: str) -> None:
-        # All decisions of a sample share its step and its time.
-        sample = documents.sample(next(step), slots, values, attempt={"id": attempt})
-        assert client.post(f"{API}/demo/samples", json=sample).json()["decisions"]
+        # More than the budget holds: the policy waits for close looks, then decides all in one sample, at one step and time.
+        for _ in range(LOOK_WAIT):
+            sample = documents.sample(next(step), slots, values, attempt={"id": attempt})
+            decided = client.post(f"{API}/demo/samples", json=sample).json()["decisions"]
+        assert decided
 
     post("0")
     url = f"{API}/demo/decisions"
