@@ -5,8 +5,10 @@ import os
 import random
 import re
 import shutil
+import sqlite3
 import subprocess
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -172,18 +174,32 @@ def test_the_rules_use_metrics_that_exist(tmp_path: Path) -> None:
     assert used <= exposed
 
 
-def test_the_storage_figure_is_what_is_measured(tmp_path: Path) -> None:
-    """Bytes of the database, its log emptied, for each slot and sample; the page's figure is good to a fifth."""
-    (said,) = re.findall(r"About (\d+) bytes a slot and sample", PAGE)
-    steps, layers = 20, 25
-    database = tmp_path / "store.db"
+def used_bytes(database: Path, steps: range, layers: int) -> int:
+    """Bytes that a database uses after these steps, its log emptied and free pages left out."""
     with running_server(Settings(database_url=f"sqlite:///{database}")) as url:
-        for step in range(steps):
+        for step in steps:
             answer = httpx2.post(f"{url}/api/v1/runs/r/samples", json=sample(step, layers), timeout=60)
             assert answer.status_code == 200, answer.text
-    assert (
-        not database.with_name("store.db-wal").exists()
-        or not database.with_name("store.db-wal").stat().st_size
+    log = database.with_name(f"{database.name}-wal")
+    assert not log.exists() or not log.stat().st_size
+    with closing(sqlite3.connect(database)) as conn:
+        pages, free, size = (
+            conn.execute(f"pragma {name}").fetchone()[0]
+            for name in ("page_count", "freelist_count", "page_size")
+        )
+    return int((pages - free) * size)
+
+
+def test_the_storage_figures_are_what_is_measured(tmp_path: Path) -> None:
+    """What each further sample adds, and what an attempt keeps once; the page's figures are good to a fifth."""
+    (each,), (once,) = (
+        re.findall(rf"[Aa]bout (\d+) bytes a slot{end}", PAGE) for end in (" and sample", r"\. Measure")
     )
-    measured = database.stat().st_size / (steps * layers * 8)
-    assert measured == pytest.approx(int(said), rel=0.2)
+    layers, slots, before, after = 25, 25 * len(KINDS), 5, 20
+    database = tmp_path / "store.db"
+    first = used_bytes(database, range(before), layers)
+    grown = used_bytes(database, range(before, after), layers) - first
+    assert grown / ((after - before) * slots) == pytest.approx(int(each), rel=0.2)
+    with closing(sqlite3.connect(database)) as conn:
+        kept = conn.execute("select sum(length(policy_state)) from attempts").fetchone()[0]
+    assert kept / slots == pytest.approx(int(once), rel=0.2)

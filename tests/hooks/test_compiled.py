@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from fp8_safeguard.hooks import Guard, operands
+from fp8_safeguard.hooks import Guard, operands, together
 from fp8_safeguard.monitor.stats import TensorStats, measure
 
 Watch = Callable[..., Guard]
@@ -312,7 +312,8 @@ def test_a_fault_of_ours_is_one_line_and_training_goes_on(
     model = Blocks(1)
     plain = copy.deepcopy(model)
     guard = watch(model)
-    monkeypatch.setattr(operands, "measure", broken)
+    for owner in (operands, together.native_use):
+        monkeypatch.setattr(owner, "measure", broken)
     call = torch.compile(model, fullgraph=True, backend="aot_eager")
     for _ in range(3):
         results = []

@@ -43,7 +43,7 @@ class Run:
         self.seen: list[str] = []
 
     def step(self, *, ill: bool) -> None:
-        """One step, until its sample is stored and the server was asked."""
+        """One step, until its sample is stored, the server was asked, and its answer or its absence is known."""
         layer = self.model[1]
         assert isinstance(layer, Fp8Linear)
         layer.tamper = poison if ill else None
@@ -52,8 +52,10 @@ class Run:
         self.model(x_TK).nan_to_num(0.0).square().mean().backward()
         self.model.zero_grad()
         asked = len(self.endpoint.requests)
+        client: Any = self.guard._session.client
         self.guard.step(len(self.seen) - 1)
-        until(lambda: len(self.endpoint.requests) > asked and not self.guard._session.client._inbox)
+        until(lambda: len(self.endpoint.requests) > asked and not client._inbox)
+        until(lambda: client._outage.away or client._under_way is None)
 
 
 def until(done: Callable[[], bool], seconds: float = 30.0) -> None:

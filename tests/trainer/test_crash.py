@@ -21,7 +21,7 @@ from fp8_safeguard.trainer.attempts import recorded
 
 SCRIPT = Path(__file__).with_name("training_process.py")
 UNTIL = 18
-# Harmful from its first step on: the server answers step 6 with fallbacks, which take effect with step 8.
+# Harmful from its first step on: what-ifs of step 7 decide, and the plan that answers it takes effect with step 9.
 FAULT: dict[str, Any] = {"start_step": 6, "initial_log2": 19.0}
 SameState = Callable[[Trainer, Trainer], bool]
 
@@ -70,7 +70,7 @@ def straight(config: dict[str, Any], skip: tuple[int, ...] = ()) -> tuple[Traine
 
 @pytest.mark.parametrize(
     ("every", "between", "waits"),
-    [(7, (9, 12), True), (5, (11, 14), False)],
+    [(8, (9, 12), True), (5, (11, 14), False)],
     ids=["a plan received but not yet in effect", "in the middle of fallbacks"],
 )
 def test_a_watched_run_that_is_killed_goes_on_bit_for_bit(

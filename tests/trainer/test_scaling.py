@@ -63,16 +63,6 @@ def test_b99_a_fork_with_another_length_keeps_the_newest(tmp_path: Path, make_co
         assert all(loss > 0 for loss in losses(fork, 6))
 
 
-@pytest.mark.parametrize("scaling", ["tensor", "delayed"])
-def test_it_learns_what_block_scales_learn(scaling: str, make_config: Make) -> None:
-    """30 steps of the tiny model: the same loss within what its steps differ by."""
-    found = {}
-    for name in ("block", scaling):
-        with Trainer(make_config(scaling=name, learning_rate=5e-3)) as trainer:
-            found[name] = sum(losses(trainer, 30)[-5:]) / 5
-    assert found[scaling] == pytest.approx(found["block"], rel=0.02)
-
-
 @pytest.mark.parametrize(
     ("changes", "says"),
     [

@@ -1,4 +1,4 @@
-"""One rank of test_distributed.py: trains, is lost and goes back, and is stopped, with the other one."""
+"""One rank of the trainer: trains, is lost and goes back, and is stopped, with the other one."""
 
 from __future__ import annotations
 
@@ -78,15 +78,19 @@ def refused(rank: int, text: str, folder: Path) -> dict[str, Any]:
     return {"said": None}
 
 
+SCENARIOS = {each.__name__: each for each in (bit_by_bit, lost, stopped, refused)}
+
+
 def main() -> None:
-    rank, text, folder = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+    """Run a scenario on the text beside its results."""
+    rank, size, folder, name = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    scenarios = (bit_by_bit, lost, stopped, refused)
-    found = {scenario.__name__: scenario(rank, text, folder) for scenario in scenarios}
-    (folder / f"{rank}.json").write_text(json.dumps(found))
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    found = SCENARIOS[name](rank, str(folder / "text.txt"), folder)
+    (folder / f"{name}.{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     main()

@@ -1,0 +1,39 @@
+"""Two ranks of the trainer decide alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Launch = Callable[..., Any]
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> None:
+    """What the ranks learn."""
+    (tmp_path / "text.txt").write_text(" ".join(f"word{n * n % 97}" for n in range(6000)))
+
+
+def test_a_loss_that_is_lost_on_one_rank_is_lost_on_all(launch: Launch, text: None) -> None:
+    first, second = launch("replica", "lost", 2).results()
+    assert first == second
+    assert first["skipped"] == [[4, True], [5, True]]
+    assert first["attempt"] == "1"
+    assert [row[0] for row in first["after"]] == [4, 5]
+    assert not any(skipped for *_, skipped in first["after"])
+
+
+def test_a_signal_to_one_rank_stops_all_after_the_same_step(launch: Launch, text: None) -> None:
+    first, second = launch("replica", "stopped", 2).results()
+    assert first == second
+    assert first["code"] == 143
+    assert first["step"] in (3, 4)
+    assert Path(first["path"]).exists()
+
+
+def test_sequences_that_do_not_divide_are_refused_on_every_rank(launch: Launch, text: None) -> None:
+    for rank in launch("replica", "refused", 2).results():
+        assert "not a multiple of 2" in rank["said"]
