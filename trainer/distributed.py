@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fp8_safeguard.kernels import merge_amax
 from fp8_safeguard.trainer.config import TrainConfig
 from fp8_safeguard.trainer.data import Batch
 from fp8_safeguard.trainer.errors import ConfigError
@@ -86,10 +87,14 @@ class Replicas:
             parameter.grad = total.view_as(parameter).clone() if present else None
 
     def sum_step(self, model: LanguageModel, loss: float) -> float:
-        """The loss of all ranks; gradients and router loads are from here on the same on each."""
+        """The loss of all ranks; gradients, router loads and amax histories are from here on the same on each."""
         if self.size == 1:
             return loss
         self.add_gradients(model.parameters())
+        # Whether a layer remembers follows from its precision, which is the same on every rank; what it saw does not.
+        merge_amax(
+            [layer.scaling for layer in model.linears().values() if not layer.precision.is_plain], self._group
+        )
         loads = [router.load_E for router in model.routers().values()]
         own = torch.cat([torch.tensor([loss], dtype=torch.float64), *(load_E.double() for load_E in loads)])
         total, *summed = torch.split(self.sum(own), [1, *(len(load_E) for load_E in loads)])

@@ -37,6 +37,14 @@ def bit_by_bit(rank: int, text: str, folder: Path) -> dict[str, Any]:
     return {"trained": trained, "resumed": again, "saved": saved.exists(), "attempts": attempts}
 
 
+def delayed(rank: int, text: str, folder: Path) -> dict[str, Any]:
+    """Six steps whose scales follow what all ranks have seen."""
+    trainer = Trainer(config(text, scaling="delayed", amax_history=3))
+    trained = numbers(trainer.run(6))
+    histories = {name: layer.scaling.state().tolist() for name, layer in trainer.model.linears().items()}
+    return {"trained": trained, "histories": histories}
+
+
 def lost(rank: int, text: str, folder: Path) -> dict[str, Any]:
     """A loss that is not finite on the second rank alone, for two steps: all skip them, and go back together."""
     chosen = config(text, checkpoint_dir=str(folder / "lost"), checkpoint_every=2, recover=True, skip_limit=2)
@@ -78,7 +86,7 @@ def refused(rank: int, text: str, folder: Path) -> dict[str, Any]:
     return {"said": None}
 
 
-SCENARIOS = {each.__name__: each for each in (bit_by_bit, lost, stopped, refused)}
+SCENARIOS = {each.__name__: each for each in (bit_by_bit, delayed, lost, stopped, refused)}
 
 
 def main() -> None:

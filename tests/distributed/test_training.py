@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from fp8_safeguard.trainer import TrainConfig, Trainer
+
 Launch = Callable[..., Any]
 
 
@@ -15,6 +17,17 @@ Launch = Callable[..., Any]
 def text(tmp_path: Path) -> None:
     """What the ranks learn."""
     (tmp_path / "text.txt").write_text(" ".join(f"word{n * n % 97}" for n in range(6000)))
+
+
+def test_delayed_scales_follow_the_amax_of_all_ranks(launch: Launch, text: None, tmp_path: Path) -> None:
+    first, second = launch("replica", "delayed", 2).results()
+    assert first == second
+    changes: dict[str, Any] = {"sequences_per_step": 4, "micro_batches": 2, "scaling": "delayed"}
+    alone = Trainer(TrainConfig.tiny(corpus=str(tmp_path / "text.txt"), amax_history=3, **changes))
+    assert first["trained"] == [[r.step, r.loss, r.gradient_norm, r.skipped] for r in alone.run(6)]
+    assert first["histories"] == {
+        name: layer.scaling.state().tolist() for name, layer in alone.model.linears().items()
+    }
 
 
 def test_a_loss_that_is_lost_on_one_rank_is_lost_on_all(launch: Launch, text: None) -> None:
