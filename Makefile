@@ -29,12 +29,16 @@ demo: setup  ## Train, break a layer, watch it being saved (about four minutes)
 serve: setup  ## Start the server on http://127.0.0.1:8787
 	$(BIN)/fp8-safeguard serve
 
+# Two files of tests at a time, as many as the smallest machine has cores for; WORKERS=0 runs them in this process.
+WORKERS ?= 2
+PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
 test: setup  ## Run all tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PARALLEL)
 
 # Triton reads TRITON_INTERPRET when kernels are decorated: two processes.
 test-kernels: setup  ## Run the Triton kernels' suites: interpreter, then compilation (about five minutes)
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/interpreter
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q $(PARALLEL) tests/interpreter
 	FP8_SAFEGUARD_COMPILE=1 $(BIN)/python -m pytest -q tests/compile
 
 test-triton36: setup  ## Compile the Triton kernels with Triton 3.6 too, in an environment of its own (four minutes)
@@ -65,8 +69,7 @@ check: setup  ## Lint, types, import contracts, docs
 readme: setup  ## Bring the generated parts of README and docs up to date
 	$(BIN)/python docs/readme.py
 	$(BIN)/python docs/commands.py
-	$(BIN)/python docs/variants.py
-	$(BIN)/python docs/policy.py
+	$(BIN)/python docs/tables.py
 	$(BIN)/python benchmarks/gpu/floors.py
 
 screenshots: setup  ## Take the pictures of the pages in docs/images again

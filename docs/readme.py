@@ -1,14 +1,17 @@
-"""Write the generated parts of README.md (figures, module tree), or check that they are current."""
+"""Write the generated parts of README.md (figures, faults, module tree), or check that they are current."""
 
 import argparse
 import ast
 import json
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+SUITE = "fault_suite"
 
 
 def modules() -> dict[str, str]:
@@ -44,8 +47,10 @@ def figures() -> Iterator[str]:
     """A Markdown table of the figures in benchmarks/results/ that have a goal, or a control of their own; the files have all."""
     yield "| Benchmark | Case | Result | Interval | Goal | Control (A against A) |"
     yield "|---|---|---|---|---|---|"
-    for path in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
+    for path in sorted(RESULTS.glob("*.json")):
         report = json.loads(path.read_text())
+        if report["benchmark"] == SUITE:
+            continue
         for row in report["rows"]:
             if row["goal"] is None and "control" not in row:
                 continue
@@ -59,9 +64,44 @@ def figures() -> Iterator[str]:
             yield f"| `{report['benchmark']}` | `{row['case']}` | {figure} | {interval} | {goal} | {noise} |"
 
 
+def faults() -> Iterator[str]:
+    """A Markdown table of the fault suite, a line a fault."""
+    file = RESULTS / f"{SUITE}.json"
+    if not file.exists():
+        return
+    rows = {row["case"]: row for row in json.loads(file.read_text())["rows"]}
+    yield "| Fault | Found | Samples to it | Lead | Cause right | Loss with it | without | Precision changes |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for name in (case.removesuffix("/detection") for case in rows if case.endswith("/detection")):
+        found, cause, loss = (rows[f"{name}/{what}"] for what in ("detection", "cause", "ratio"))
+        lead, alone = rows.get(f"{name}/lead"), rows.get(f"{name}/ratio/none")
+        cells = (
+            f"`{name}`",
+            f"{found['detected']} of {found['of']}",
+            _steps(found["value"]),
+            "" if lead is None else _steps(lead["value"]),
+            f"{cause['value']:.0%}",
+            _interval(loss),
+            "" if alone is None else _interval(alone),
+            "; ".join(dict.fromkeys(cause["actions"])),
+        )
+        yield f"| {' | '.join(cells)} |"
+
+
+def _steps(value: float | None) -> str:
+    return "–" if value is None else f"{value:g}"
+
+
+def _interval(row: Mapping[str, Any]) -> str:
+    """A ratio of losses with its bounds; what is no number has diverged."""
+    if row["ratio"] is None:
+        return "NaN"
+    return f"{row['ratio']:.4f} [{row['low']:.3f}, {row['high']:.3f}]"
+
+
 def current(readme: str) -> str:
     """The README with its generated parts as they should be."""
-    for name, lines in (("figures", figures()), ("modules", tree())):
+    for name, lines in (("figures", figures()), ("faults", faults()), ("modules", tree())):
         begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
         before, rest = readme.split(begin)
         readme = before + begin + "\n\n" + "\n".join(lines) + "\n\n" + end + rest.split(end)[1]

@@ -82,4 +82,4 @@ def test_the_section_appears_and_is_opened_and_closed_by_key_at_any_width(
         assert overflowing(page) == [], width
     section.locator("button[data-layer]").click()
     page.wait_for_selector("#drawer-root *")
-    assert f"layer={PARTIAL[0]['name']}" in page.url
+    assert f"layer={PARTIAL[0]['name']}" in page.evaluate("location.href")

@@ -41,7 +41,7 @@ def drawn(opened: Any) -> None:
 
 
 def query_of(page: Any) -> dict[str, list[str]]:
-    return parse_qs(urlsplit(page.url).query, keep_blank_values=True)
+    return parse_qs(urlsplit(page.evaluate("location.href")).query, keep_blank_values=True)
 
 
 def title(page: Any) -> str:

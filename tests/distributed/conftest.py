@@ -13,19 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-REASON = "not run: its tests start processes that wait for each other; set FP8_SAFEGUARD_SLOW=1"
-
-ENABLED = os.environ.get("FP8_SAFEGUARD_SLOW") == "1"
-
-collect_ignore_glob = [] if ENABLED else ["test_*.py"]
-
 HERE = Path(__file__).parent
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say why the folder was left out."""
-    if not ENABLED:
-        terminalreporter.write_line(f"tests/distributed {REASON}")
 
 
 @pytest.fixture(scope="session", autouse=True)

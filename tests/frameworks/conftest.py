@@ -19,25 +19,14 @@ from fp8_safeguard.hooks import Guard, attach
 from fp8_safeguard.monitor.stats import TensorStats
 from fp8_safeguard.monitor.wire import columns_for, parse_sample
 
-FRAMEWORKS = ("transformers", "peft", "torchao", "accelerate")
-
-REASON = "not run: set FP8_SAFEGUARD_SLOW=1 (make test-slow installs the frameworks and does)"
-
 ENABLED = os.environ.get("FP8_SAFEGUARD_SLOW") == "1"
-
-collect_ignore_glob = [] if ENABLED else ["test_*.py"]
+FRAMEWORKS = ("transformers", "peft", "torchao", "accelerate")
 
 
 def pytest_configure() -> None:
     missing = [name for name in FRAMEWORKS if importlib.util.find_spec(name) is None]
     if ENABLED and missing:
         raise pytest.UsageError(f"not installed: {', '.join(missing)}; make test-slow installs them")
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say why the folder was left out."""
-    if not ENABLED:
-        terminalreporter.write_line(f"tests/frameworks {REASON}")
 
 
 @pytest.fixture(scope="session", autouse=True)

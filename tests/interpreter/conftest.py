@@ -7,22 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-REASON = "not run: Triton reads TRITON_INTERPRET when kernels are decorated; set TRITON_INTERPRET=1 and run the folder alone"
-
 ENABLED = os.environ.get("TRITON_INTERPRET") == "1"
-
-collect_ignore_glob = [] if ENABLED else ["test_*.py"]
 
 if ENABLED:
     from .interpreter_fix import install
 
     install()
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say why the folder was left out."""
-    if not ENABLED:
-        terminalreporter.write_line(f"tests/interpreter {REASON}")
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""Writes the tables of docs/control-loop.md, or checks that they are current."""
+"""Writes the tables of docs/control-loop.md and docs/hooks.md, or checks that they are current."""
 
 import argparse
 import ast
@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from fp8_safeguard.dashboards.causes import CAUSES, KIND_WORDS
+from fp8_safeguard.hooks.whatif import VARIANTS
 from fp8_safeguard.monitor.policyconfig import PolicyConfig
 from fp8_safeguard.monitor.thresholds import PRESETS, Threshold
 from fp8_safeguard.monitor.treatment import COSTS, catalogue
 
-PAGE = Path(__file__).with_name("control-loop.md")
+PAGES = tuple(Path(__file__).with_name(name) for name in ("control-loop.md", "hooks.md"))
 SUITE = Path(__file__).parents[1] / "benchmarks" / "results" / "fault_suite.json"
-BLOCK = re.compile(r"(<!-- (\w+): written by docs/policy\.py -->\n).*?(<!-- \2: end -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- (\w+): written by docs/tables\.py -->\n).*?(<!-- \2: end -->)", re.DOTALL)
 NUMBERS = (
     "alerts",
     "history",
@@ -136,6 +137,15 @@ def numbers() -> str:
     return _table(("number", "value", "what it is"), rows)
 
 
+def variants() -> str:
+    """Every what-if that the hooks can measure."""
+    rows = [
+        (f"`{name}`", variant.meaning, "yes" if variant.plannable else "no")
+        for name, variant in VARIANTS.items()
+    ]
+    return _table(("variant", "what it measures", "a plan can ask for it"), rows)
+
+
 def suite() -> str:
     """What the fault suite's kept results say against the loop."""
     if not SUITE.exists():
@@ -248,19 +258,22 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "settings": settings,
     "numbers": numbers,
     "suite": suite,
+    "variants": variants,
 }
 
 
 def main() -> None:
-    """Write the page; with --check only say whether it is current."""
+    """Write the pages; with --check only say whether they are current."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="change nothing; end with 1 where it is old")
+    parser.add_argument("--check", action="store_true", help="change nothing; end with 1 where one is old")
     options = parser.parse_args()
-    text = PAGE.read_text(encoding="utf-8")
-    new = page(text)
-    if options.check:
-        sys.exit(0 if new == text else "docs/control-loop.md is not current: run python docs/policy.py")
-    PAGE.write_text(new, encoding="utf-8")
+    for file in PAGES:
+        text = file.read_text(encoding="utf-8")
+        new = page(text)
+        if options.check and new != text:
+            sys.exit(f"docs/{file.name} is not current: run make readme")
+        if new != text:
+            file.write_text(new, encoding="utf-8")
 
 
 if __name__ == "__main__":
