@@ -153,10 +153,30 @@ def suite() -> str:
             "No results of the whole suite are kept yet. "
             "`python benchmarks/fault_suite.py --json benchmarks/results/fault_suite.json` writes them."
         )
-    rows = [_missed(row) for row in json.loads(SUITE.read_text(encoding="utf-8"))["rows"] if _is_missed(row)]
+    rows = [_missed(row) for row in _suite_rows() if _is_missed(row)]
     if not rows:
         return "Every goal of the kept results was reached."
     return _table(("case", "measured", "goal", "more"), rows)
+
+
+def healthy() -> str:
+    """How far the suite's healthy runs went, beside the level that stands against each value."""
+    rows = [
+        (
+            str(row["case"]).removeprefix("healthy/"),
+            _number(round(row["value"], 5)),
+            _number(row["goal"]),
+            row["unit"],
+        )
+        for row in (_suite_rows() if SUITE.exists() else [])
+        if str(row["case"]).startswith("healthy/") and row["case"] != "healthy/decisions"
+    ]
+    return _table(("value", "farthest of all healthy runs", "level", "unit"), rows)
+
+
+def _suite_rows() -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads(SUITE.read_text(encoding="utf-8"))["rows"]
+    return rows
 
 
 def _is_missed(row: dict[str, Any]) -> bool:
@@ -257,6 +277,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "remedies": remedies,
     "settings": settings,
     "numbers": numbers,
+    "healthy": healthy,
     "suite": suite,
     "variants": variants,
 }

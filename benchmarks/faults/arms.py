@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from faults.catalogue import CASES
+
 if TYPE_CHECKING:
     from fp8_safeguard.cli.api import Api
     from fp8_safeguard.trainer import StepReport, Trainer
@@ -126,6 +128,7 @@ def _train(arm: Arm, place: Place, rank: int, port: int) -> None:
         "validation": _validation(trainer),
         "alerts": record.alerts if record else [],
         "decisions": record.decisions() if record else [],
+        "ranges": record.ranges() if record and CASES[arm.case].kind == "healthy" else {},
         "seconds": round(time.time() - started, 1),
     }
     _write(place.result(arm), found)
@@ -177,6 +180,14 @@ class _Record:
                 | {"cause": evidence.get("cause"), "what_if": evidence.get("what_if")}
             )
         return found
+
+    def ranges(self) -> dict[str, float]:
+        """How far the run went, as healthy_ranges has it."""
+        from faults.ranges import healthy_ranges
+
+        from fp8_safeguard.cli.source import ServerSource
+
+        return healthy_ranges(ServerSource(self._api).observations(self._run))
 
 
 def _validation(trainer: Trainer) -> float:

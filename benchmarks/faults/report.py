@@ -12,6 +12,7 @@ from faults import measures
 from faults.arms import NONE, SAFEGUARD, Place
 from faults.catalogue import BRANCH, CASES, SHIFT, WARM_UP, WARM_UP_SEEDS, Case
 from faults.measures import Interval
+from faults.ranges import LEVELS
 from faults.results import Result
 from faults.schedule import Size, all_arms
 from faults.verdicts import OTHERS, Verdict, finite, healthy_results, interval, verdicts
@@ -187,6 +188,17 @@ def _summary_rows(seen: Sequence[Verdict], healthy: Mapping[str, Result]) -> lis
         row = _row("healthy/decisions", total, "decisions", goal=0, reached=total == 0)
         alerts = {name: len(result.alerts) for name, result in healthy.items()}
         rows.append(row | {"runs": len(made), "each": made, "alerts": alerts})
+    return [*rows, *_ranges(healthy)]
+
+
+def _ranges(healthy: Mapping[str, Result]) -> list[Row]:
+    """The farthest that any healthy run went, and the level of the loop that stands against it."""
+    rows = []
+    for name, (level, unit) in LEVELS.items():
+        each = {run: result.ranges[name] for run, result in healthy.items() if name in result.ranges}
+        if each:
+            worst = max(each.values())
+            rows.append(_row(f"healthy/{name}", worst, unit, goal=level, reached=worst < level, each=each))
     return rows
 
 

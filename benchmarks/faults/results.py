@@ -25,6 +25,8 @@ class Result:
     """As they opened and worsened, in order of steps."""
     decisions: Sequence[Mapping[str, Any]]
     """The oldest first."""
+    ranges: Mapping[str, float]
+    """How far a healthy run went, by name."""
     skipped_steps: int
     step_seconds: float
     seconds: float
@@ -40,6 +42,7 @@ class Result:
             validation=float(found["validation"]),
             alerts=found["alerts"],
             decisions=found["decisions"],
+            ranges=found.get("ranges", {}),
             skipped_steps=found["skipped_steps"],
             step_seconds=float(found["step_seconds"]),
             seconds=float(found["seconds"]),
