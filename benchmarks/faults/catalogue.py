@@ -38,6 +38,8 @@ class Case:
     """Layer, size and the like, from a seed's own generator."""
     ranks: int = 1
     """Processes of the arms that are watched; in the others as many micro-batches stand in for them."""
+    first_alert: bool = False
+    """Whether any alert detects it, not one that asks for action: a NaN that comes once must not act."""
     remark: str = ""
     """What a reader has to know."""
 
@@ -75,6 +77,9 @@ _ANY = (0, 1, 2, 3)
 _LATE = (2, 3)
 """Blocks whose flush costs loss: a residual network routes round an early one."""
 _SEEDS = tuple(range(1000))
+_ONE_NAN = (
+    "detected is the first alert, which names the origin: one sample with a NaN must not act, the second may"
+)
 
 FP8_FAULTS = (
     Case(
@@ -119,12 +124,12 @@ FP8_FAULTS = (
         remark="watched arms train as two data-parallel processes; without a safeguard, two micro-batches stand in",
     ),
     Case(
-        name="expert-nan", letter="J", kind="abrupt", causes=("nonfinite-origin",),
-        draw=_somewhere(_ANY, expert=tuple(range(8))),
+        name="expert-nan", letter="J", kind="abrupt", causes=("nonfinite-origin",), first_alert=True,
+        draw=_somewhere(_ANY, expert=tuple(range(8))), remark=_ONE_NAN,
     ),
     Case(
-        name="isolated-nan", letter="K", kind="isolated", causes=("nonfinite-origin",),
-        draw=_somewhere(_ANY, expert=tuple(range(8))),
+        name="isolated-nan", letter="K", kind="isolated", causes=("nonfinite-origin",), first_alert=True,
+        draw=_somewhere(_ANY, expert=tuple(range(8))), remark=_ONE_NAN,
     ),
     Case(
         name="late-divergence", letter="L", kind="drift", causes=("outlier-channels",),

@@ -34,9 +34,10 @@ class Verdict:
 
     @property
     def detected_after(self) -> int | None:
-        """Samples from the onset to the first act alert or decision; of what must not act, to the first alert."""
-        isolated = self.case.kind == "isolated"
-        step = self.safeguard.watched(self.onset) if isolated else self.safeguard.detected(self.onset)
+        """Samples from the onset to the first act alert or decision, or where the case says so to the first alert."""
+        if self.case.first_alert:
+            return self.watched_after
+        step = self.safeguard.detected(self.onset)
         return None if step is None else step - self.onset
 
     @property

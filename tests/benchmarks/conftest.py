@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
@@ -17,17 +18,22 @@ NAME = re.compile(r"[A-Za-z0-9._-]+")
 
 
 @pytest.fixture
-def floors(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """benchmarks/gpu/floors.py."""
+def suite(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    """Imports a module of benchmarks/ by name."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module("gpu.floors")
+    return importlib.import_module
 
 
 @pytest.fixture
-def moe_calls(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def floors(suite: Callable[[str], ModuleType]) -> ModuleType:
+    """benchmarks/gpu/floors.py."""
+    return suite("gpu.floors")
+
+
+@pytest.fixture
+def moe_calls(suite: Callable[[str], ModuleType]) -> ModuleType:
     """benchmarks/gpu/moe_calls.py."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module("gpu.moe_calls")
+    return suite("gpu.moe_calls")
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -18,9 +16,8 @@ from fp8_safeguard.monitor.stats import TensorStats
 
 
 @pytest.fixture
-def ranges(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    return importlib.import_module("faults.ranges")
+def ranges(suite: Callable[[str], ModuleType]) -> ModuleType:
+    return suite("faults.ranges")
 
 
 LAYERS = ("a", "b", "c", "d", "e")
