@@ -90,8 +90,8 @@ class ForwardHook(ModelHook):
         # Before any operation: one on a sharded tensor may wait for other ranks.
         if uses.begin(session, layer, x, parameter) is None:
             return
-        weight_NK = layer.weight()
-        if weight_NK is None or weight_NK.dim() != 2 or not weight_NK.numel():
+        weight_NK = layer.as_weight(parameter)
+        if weight_NK.dim() != 2 or not weight_NK.numel():
             self._cannot(f"a weight of shape {list(parameter.shape)}")
             return
         features, inputs = weight_NK.shape
@@ -104,7 +104,7 @@ class ForwardHook(ModelHook):
             bias_N=getattr(module, "bias", None), needs_dx=x.requires_grad,
             needs_dw=parameter is not None and parameter.requires_grad,
         )  # fmt: skip
-        use = uses.forward(session, layer, call)
+        use = uses.forward(session, layer, call, begun=True)
         if use is not None and y.requires_grad:
             uses.listen(hook_target(y, features), use)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -36,14 +37,39 @@ class Collectives:
         self._in_flight = False
 
     def meet(self, store: Any) -> None:
-        """Wait until every rank is here, then connect. The store's own waits would hold it against the trainer."""
+        """Wait until every rank is here, then connect. The store's own waits would hold it against the trainer.
+
+        Raises ConnectionError where there is no store.
+        """
+        if store is None:
+            raise ConnectionError("the process group has no store where they could meet")
         store.set(f"present/{self.rank}", "1")
         everybody = [f"present/{rank}" for rank in range(self.size)]
         seconds = _SHORTEST_SECONDS
         while not store.check(everybody):
             self._nap(seconds)
             seconds = min(2 * seconds, _MEETING_SECONDS)
-        self._group = dist.ProcessGroupGloo(store, self.rank, self.size, timeout=_FOREVER)
+        self._group = self._connected(store)
+
+    def _connected(self, store: Any) -> Any:
+        """The connections, made in a thread of their own: the library would wait for a rank that has gone since, or that no
+        packet reaches, for as long as for any."""
+        made: list[Any] = []
+
+        def connect() -> None:
+            try:
+                made.append(dist.ProcessGroupGloo(store, self.rank, self.size, timeout=_FOREVER))
+            except Exception as error:
+                made.append(error)
+
+        threading.Thread(target=connect, name="fp8-safeguard-connect", daemon=True).start()
+        seconds = _SHORTEST_SECONDS
+        while not made:
+            self._nap(seconds)
+            seconds = min(1.5 * seconds, _LONGEST_SECONDS)
+        if isinstance(made[0], Exception):
+            raise made[0]
+        return made[0]
 
     def gather(self, mine: Tensor) -> Tensor:
         """[W, ...]: everybody's tensor, of one shape and dtype on all ranks."""

@@ -38,14 +38,25 @@ def join(
         client = Client(options, builder, on_reply, once, emergency)
     else:
         client = Client(replace(options, server=None, spool_dir=None), builder, on_reply, once)
-    # The trainer's own waits at the store hold a connection of theirs, so this one is another.
-    store: Any = distributed_c10d._get_default_store()
     _joined.append(rank)
     return Ranks(
         options, Layout(layers), builder, controls, client, Flags(layers, options.thresholds), once,
-        rank=rank, size=size, store=distributed_c10d.PrefixStore(f"fp8-safeguard/{len(_joined)}", store.clone()),
+        rank=rank, size=size, store=_own_store(f"fp8-safeguard/{len(_joined)}", once),
         connect=lambda alone: Client(alone, builder, lambda reply: None, once),
     )  # fmt: skip
+
+
+def _own_store(name: str, once: OnceLog) -> Any:
+    """A connection of ours to the store, for the trainer's own waits hold theirs; None where there is none to be had.
+
+    A dry run's store (backend `fake`) gives no second one, nor does one whose host has gone.
+    """
+    try:
+        store: Any = distributed_c10d._get_default_store()
+        return distributed_c10d.PrefixStore(name, store.clone())
+    except Exception as error:
+        once.failure("connecting to the process group's store", error)
+        return None
 
 
 _joined: list[int] = []

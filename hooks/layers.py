@@ -170,13 +170,20 @@ class ObservedLayer:
 
     def weight(self) -> Tensor | None:
         """The weight as [N, K], or [E, N, K] with experts."""
-        weight = self.parameter()
-        return weight.mT if weight is not None and self.transposed else weight
+        parameter = self.parameter()
+        return None if parameter is None else self.as_weight(parameter)
+
+    def as_weight(self, parameter: Tensor) -> Tensor:
+        """The same, of what `parameter` has found."""
+        return parameter.mT if self.transposed else parameter
 
 
 def stored(module: nn.Module, name: str) -> Tensor | None:
     """A tensor of the module as it is stored; None for one that a property computes (parametrizations)."""
-    for store in (module._parameters, module._buffers, vars(module)):
+    parameter = module._parameters.get(name)
+    if parameter is not None:  # as nearly always
+        return parameter
+    for store in (module._buffers, vars(module)):
         value = store.get(name)
         if isinstance(value, Tensor):
             return value

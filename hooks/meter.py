@@ -86,7 +86,9 @@ class Meter:
             self._event = None
         seconds = time.perf_counter() - self._layer_begun
         self.end(begun)
-        spent = self.layers.setdefault(layer, LayerSeconds())
+        spent = self.layers.get(layer)
+        if spent is None:
+            spent = self.layers[layer] = LayerSeconds()
         spent.operands += self._operands
         spent.judge += max(0.0, seconds - self._operands)
 

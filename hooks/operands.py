@@ -77,7 +77,8 @@ def measure(
     asked = (layouts, operand, which)
     vectors = compute() if offsets is not None else session.recent.get(x_TK, asked, compute)
     for part, vectors_EV in zip(parts, vectors, strict=True):
-        session.frame.add(layer.row(part), vectors_EV)
+        # Those that one native call measured are numpy's.
+        session.frame.add(layer.row(part), torch.as_tensor(vectors_EV))
     session.meter.end_operands(begun, layer.name)
 
 

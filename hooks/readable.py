@@ -29,8 +29,13 @@ def unreadable(*tensors: Tensor | None) -> str:
 
 def unfit(*operands: Tensor | None) -> str:
     """Why these cannot be read as operands of a GEMM: as `unreadable`, and quantised weights kept as integers."""
-    integers = (x for x in operands if x is not None and not x.is_floating_point())
-    return unreadable(*operands) or next((_kept_as(x.dtype) for x in integers), "")
+    reason = unreadable(*operands)
+    if reason:
+        return reason
+    for operand in operands:
+        if operand is not None and not operand.is_floating_point():
+            return _kept_as(operand.dtype)
+    return ""
 
 
 def version_of(tensor: Tensor) -> int | None:
@@ -60,7 +65,7 @@ def capturing() -> bool:
 
 def is_freed(tensor: Tensor) -> bool:
     """Whether the memory is gone although the tensor is there: sharding frees a weight between its uses."""
-    return tensor.numel() > 0 and tensor.untyped_storage().size() == 0
+    return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
 
 
 def _reason(tensor: Tensor) -> str:

@@ -4,10 +4,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -107,25 +107,26 @@ def _measured(
     """The call, and the operand's statistics into the frame: those of a moment ago, where it was measured then."""
     layouts = LAYOUT_PAIR if columns else LAYOUT_PAIR[:1]
     key = session.recent.key(operand_TC, (layouts, operand, WHOLE))
-    known: list[Tensor] | None = session.recent.find(key)
+    known: Sequence[Tensor | NDArray[np.float64]] | None = session.recent.find(key)
     rows = session.sampler.rows(operand_TC.shape[0], operand_TC.device)
     wants = known is None, known is None and columns
     measured = native_use.measure(
         operand_TC, w_NK, rows, operand=operand, weight=weight, wants=wants, **product
     )
     if known is None:
-        vectors = measured.stats[ROW : COL + 1 if columns else COL]
-        session.recent.keep(key, operand_TC, [torch.from_numpy(vector[None]) for vector in vectors])
-    else:
-        vectors = np.concatenate([vectors_EV.numpy() for vectors_EV in known])
-    _add(session, layer, parts, vectors)
+        known = list(measured.stats[ROW : COL + 1 if columns else COL, None])
+        session.recent.keep(key, operand_TC, known)
+    _add(session, layer, parts, known)
     session.meter.operands_took(measured.operand_seconds)
     return measured
 
 
 def _add(
-    session: Session, layer: ObservedLayer, parts: tuple[Part, Part], vectors: NDArray[np.float64]
+    session: Session,
+    layer: ObservedLayer,
+    parts: tuple[Part, Part],
+    vectors: Sequence[Tensor | NDArray[np.float64]],
 ) -> None:
     assert session.frame is not None
-    for part, vector in zip(parts, vectors, strict=False):
-        session.frame.add_row(layer.row(part), vector)
+    for part, vector_1V in zip(parts, vectors, strict=False):
+        session.frame.add_row(layer.row(part), np.asarray(vector_1V[0]))

@@ -38,7 +38,7 @@ _CALLERS = (torch.autograd.__file__, torch._tensor.__file__)
 _EMULATED = judge.Judgement(emulate=FOREIGN)
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class GemmCall:
     """y = x w^T + b as somebody saw it: the tensors may carry gradients, they are detached here."""
 
@@ -74,7 +74,7 @@ def guarded(
     with session.lock:
         begun = session.meter.begin_layer()
         try:
-            with torch._C.DisableTorchFunction(), torch.no_grad(), _without_modes():
+            with torch._C.DisableTorchFunction(), _without_gradients(), _without_modes():
                 body(*arguments)
         except Exception as error:
             session.once.failure(direction, error, at=layer.name)
@@ -87,6 +87,11 @@ def aside() -> Iterator[None]:
     """For our own tensors: without gradients, and outside the modes, the default device and the counters around us."""
     with torch._C.DisableTorchFunction(), torch.no_grad(), _without_modes():
         yield
+
+
+def _without_gradients() -> contextlib.AbstractContextManager[object]:
+    """Where nothing is recorded: a backward mostly is such a place, and need not be made one."""
+    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
 
 
 def _without_modes() -> contextlib.AbstractContextManager[object]:
@@ -156,14 +161,21 @@ def count(session: Session, layer: ObservedLayer, state: StepState) -> None:
 
 
 def forward(
-    session: Session, layer: ObservedLayer, call: GemmCall, *, repeats: bool | None = None
+    session: Session,
+    layer: ObservedLayer,
+    call: GemmCall,
+    *,
+    repeats: bool | None = None,
+    begun: bool = False,
 ) -> Use | None:
     """Measure x, w and the output; what the gradient of y is to be given to. None where the call does not count.
 
+    `begun` says that `begin` has been asked about x and w: only the output is left to ask about.
     `repeats` says whether the call repeats one that was counted, where that is known: then only its gradient counts.
     To be called inside `guarded`, without gradients, while `session.measuring`.
     """
-    state, frame = begin(session, layer, call.x_TK, call.w, call.whole, call.y_TN), session.frame
+    unasked = (call.y_TN,) if begun else (call.x_TK, call.w, call.whole, call.y_TN)
+    state, frame = begin(session, layer, *unasked), session.frame
     if state is None or frame is None or (repeats is None and not counts_forward(state)):
         return None
     count(session, layer, state)
@@ -306,6 +318,9 @@ class Use:
             guarded(session, "the backward", self.layer, self._capture, session.frame, dy)
 
     def _capture(self, frame: Frame, dy: Tensor) -> None:
+        if self.expert is None:
+            self._measure(dy)
+            return
         with self.layer.narrowed(frame, self.expert):
             self._measure(dy)
 

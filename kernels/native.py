@@ -236,6 +236,7 @@ class _Call:
 _EDGES = array("d", SQNR_RATIO_EDGES)
 
 
+@cache
 def edges_address() -> int:
     """Where the inner edges of the SQNR histogram begin."""
     return _EDGES.buffer_info()[0]

@@ -7,7 +7,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ _USE = struct.Struct(f"{_MATRIX} {_MATRIX} {_MATRIX} {_GRID} {_GRID} 12q")
 _NO_MATRIX = (0, 0, 0, 0, 0)
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True)
 class Measured:
     """What one call found."""
 
@@ -55,13 +55,14 @@ def _library() -> ctypes.CDLL | None:
     return loaded
 
 
-def fits(operand_TC: Tensor, w_NK: Tensor, *formats: OperandFormat) -> bool:
+def fits(operand_TC: Tensor, w_NK: Tensor, operand: OperandFormat, weight: OperandFormat) -> bool:
     """Whether `measure` takes these: float32 or bfloat16 matrices on a CPU with matrix tiles, block scales of their own."""
     return (
         _library() is not None
         and native_gemm.level() >= native_exact.TILE_LEVEL
         and tiles.multiplies_codes(w_NK)
-        and all(each.is_plain for each in formats)
+        and operand.is_plain
+        and weight.is_plain
         and _is_matrix(operand_TC)
         and _is_matrix(w_NK)
     )
@@ -101,14 +102,16 @@ def measure(
         *_matrix(operand_TC),
         *_matrix(w_NK),
         *(_NO_MATRIX if y_TN is None else _matrix(y_TN)),
-        *_grid(operand, operand_TC),
-        *_grid(weight, w_NK),
+        *_grid(operand.fmt, operand.scale, operand.multiplier),
+        operand_TC.numel() <= native.WIDE_SUMS_ELEMENTS,
+        *_grid(weight.fmt, weight.scale, weight.multiplier),
+        w_NK.numel() <= native.WIDE_SUMS_ELEMENTS,
         forward,
         rows.data_ptr(),
         rows.shape[0],
         0 if bias is None else bias.data_ptr(),
         native.edges_address(),
-        stats.ctypes.data,
+        stats.__array_interface__["data"][0],
         *wants,
         weighs,
         codes.data.data_ptr(),
@@ -129,14 +132,15 @@ def _room(w_NK: Tensor, fmt: str) -> QuantizedTensor:
 
 
 def _matrix(x_RC: Tensor) -> tuple[int, int, int, int, int]:
+    """`struct Matrix` of cpp/use.h."""
     rows, columns = x_RC.shape
     return x_RC.data_ptr(), x_RC.dtype == torch.bfloat16, rows, columns, x_RC.stride(0)
 
 
-def _grid(operand: OperandFormat, x_RC: Tensor) -> tuple[float, ...]:
-    """`struct OperandGrid` of cpp/use.h."""
-    grid = native.grid(get_format(operand.fmt), operand.scale, operand.multiplier)
-    return *grid, operand.fmt == "e5m2", x_RC.numel() <= native.WIDE_SUMS_ELEMENTS
+@lru_cache(maxsize=64)
+def _grid(fmt: str, scale: str, multiplier: float) -> tuple[float, ...]:
+    """`struct OperandGrid` of cpp/use.h, without its last field."""
+    return *native.grid(get_format(fmt), scale, multiplier), fmt == "e5m2"
 
 
 def _is_matrix(x_RC: Tensor) -> bool:

@@ -74,10 +74,13 @@ def train(guard: Guard, model: nn.Module, step: int, x: torch.Tensor, *, counted
 
 
 class PlanServer:
-    """Accepts samples, and answers that of a step with the plan which the test has put down for it."""
+    """Accepts samples, and answers that of a step with the plan which the test has put down for it, or as `answer` says."""
 
-    def __init__(self, plans: dict[int, Any]) -> None:
+    def __init__(
+        self, plans: dict[int, Any], answer: Callable[[Result], Result] | None = None, port: int = 0
+    ) -> None:
         self.samples: list[Result] = []
+        answered = answer or (lambda sample: {"plan": plans.get(sample["step"])})
         server = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -87,7 +90,7 @@ class PlanServer:
                 listed = body.get("samples", [body] if body else [])
                 server.samples += listed
                 fixed = {"accepted": True, "inserted": 1, "duplicates": 0, "decisions": [], "alerts": []}
-                each = [{**fixed, "plan_version": 0, "plan": plans.get(s["step"])} for s in listed]
+                each = [{**fixed, "plan_version": 0, **answered(s)} for s in listed]
                 answer = json.dumps(each[0] if "samples" not in body and each else {"results": each}).encode()
                 self.send_response(200)
                 self.send_header("Content-Type", "application/json")
@@ -98,7 +101,7 @@ class PlanServer:
             def log_message(self, format: str, *arguments: object) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
         self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
         threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
-from fp8_safeguard.hooks import AlreadyAttachedError, Guard, attach
+from fp8_safeguard.hooks import AlreadyAttachedError, Guard, assembly, attach
 from fp8_safeguard.kernels import Fp8Linear
 
 Watch = Callable[..., Guard]
@@ -284,7 +284,7 @@ def test_the_compilation_of_the_kernels_is_announced_where_there_is_one(
     kernels: str,
     levels: list[int],
 ) -> None:
-    monkeypatch.setattr(sys.modules["fp8_safeguard.hooks.attach"], "backend", lambda: kernels)
+    monkeypatch.setattr(assembly, "backend", lambda: kernels)
     caplog.set_level(logging.INFO, "fp8_safeguard")
     watch(nn.Linear(8, 8))
     lines = [r for r in caplog.records if "compiled in the first sampled step" in r.message]

@@ -68,30 +68,43 @@ def test_importing_the_hooks_loads_no_package_that_torch_has_not_loaded(imported
     assert (operators, threads) == ([], 1)
 
 
-def test_importing_the_hooks_leaves_alone_what_they_do_not_use(imported: Any) -> None:
-    modules = imported[0]
-    ours = {name.removeprefix("fp8_safeguard.") for name in modules if name.startswith("fp8_safeguard.")}
-    assert {"hooks.attach", "hooks.capture", "kernels.stats", "monitor.wire"} <= ours
-    assert {name.split(".")[0] for name in ours} == {"hooks", "kernels", "monitor"}
-    assert not {name for name in ours if name.startswith(("kernels.moe", "kernels.triton"))}
-    unused = {"kernels.library", "kernels.logfmt", "kernels.mx", "kernels.numba_stats", "monitor.policy"}
-    assert ours & unused == set()
-
-
-def test_what_only_an_attached_model_needs_waits_for_it(imported: Any) -> None:
-    judging = {"hooks.flags", "monitor.history", "monitor.nonfinite", "monitor.signals"}
-    of_functions = {"hooks.functional", "hooks.products", "hooks.scoped"}
-    sending = {"hooks.backlog", "hooks.client", "hooks.spool"}
-    assert imported[0] & {f"fp8_safeguard.{name}" for name in judging | of_functions | sending} == set()
+def test_importing_the_hooks_loads_what_attach_needs_to_be_called_and_no_more(imported: Any) -> None:
+    ours = {name.removeprefix("fp8_safeguard.") for name in imported[0] if name.startswith("fp8_safeguard.")}
+    of_hooks = {"attach", "errors", "once", "settings", "transport", "values"}
+    of_monitor = {"levels", "quoting", "slots", "thresholds"}
+    assert ours == {
+        "hooks", "monitor", *(f"hooks.{name}" for name in of_hooks), *(f"monitor.{name}" for name in of_monitor)
+    }  # fmt: skip
     assert imported[0] & {"decimal", "fractions", "sqlite3", "statistics"} == set()
 
 
 @pytest.mark.skipif(backend() != "native", reason="the native kernels were not built: numba measures")
 def test_attaching_and_sampling_load_no_compiler(tmp_path: Path) -> None:
     modules, operators, _ = added(tmp_path, OBSERVED, before=TRAINED)
-    assert "fp8_safeguard.hooks.attach" in modules
+    ours = {name.removeprefix("fp8_safeguard.") for name in modules if name.startswith("fp8_safeguard.")}
+    assert {"hooks.guard", "hooks.capture", "kernels.stats", "monitor.wire"} <= ours
+    assert not {name for name in ours if name.startswith(("kernels.moe", "kernels.triton"))}
+    unused = {"kernels.library", "kernels.logfmt", "kernels.mx", "kernels.numba_stats", "monitor.policy"}
+    assert ours & unused == set()
     assert strangers(modules) <= {"numpy", "msgpack"}
     assert operators == []
+
+
+@pytest.mark.parametrize(
+    "asked", ["hooks.Guard.__name__", "hooks.attach(torch.nn.Linear(8, 8)).__class__.__name__"]
+)
+def test_the_guard_is_found_on_its_first_use(tmp_path: Path, asked: str) -> None:
+    body = f"""
+from fp8_safeguard import hooks
+assert "fp8_safeguard.hooks.guard" not in sys.modules
+assert {asked} == "Guard"
+assert "fp8_safeguard.hooks.guard" in sys.modules
+from fp8_safeguard.hooks import *
+assert {{name for name in hooks.__all__ if name not in globals()}} == set()
+assert set(hooks.__all__) <= set(dir(hooks))
+assert not hasattr(hooks, "no_such_name")
+"""
+    assert "fp8_safeguard.hooks.guard" in added(tmp_path, body)[0]
 
 
 def test_public_names_are_found_and_operators_registered_on_first_use(tmp_path: Path) -> None:

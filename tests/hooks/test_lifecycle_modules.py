@@ -165,6 +165,33 @@ def test_one_input_of_several_layers_is_read_once(
     assert len(sizes) == 5
 
 
+@pytest.mark.parametrize("together_first", [True, False])
+def test_an_input_is_known_whichever_way_it_was_measured(
+    watch: Watch, read: Read, monkeypatch: pytest.MonkeyPatch, together_first: bool
+) -> None:
+    from fp8_safeguard.hooks import together
+
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.a(x) + self.b(x)
+
+    model, fits = Pair(), together.native_use.fits
+    weight = (model.a if together_first else model.b).weight
+    monkeypatch.setattr(
+        together.native_use, "fits", lambda x, w, *formats: w.data_ptr() == weight.data_ptr() and fits(x, w, *formats)
+    )  # fmt: skip
+    guard = watch(model)
+    step(model, torch.randn(4, 8, generator=torch.Generator().manual_seed(0)))
+    got = read(guard)
+    assert got["a x row"] == got["b x row"]
+    assert got["a x col"] == got["b x col"]
+    assert guard._session.recent.hits == 2  # x, and the dy of both, which is the same tensor
+
+
 def test_an_input_that_changed_between_two_layers_is_read_again(watch: Watch, read: Read) -> None:
     model = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)}).requires_grad_(False)
     guard = watch(model)

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from fp8_safeguard.hooks import Guard, OptionError, attach
+from fp8_safeguard.hooks import Guard, OptionError, attach, collectives
 from fp8_safeguard.kernels import Fp8GroupedLinear, Fp8Linear
 
 WORKER = Path(__file__).parents[1] / "distributed" / "worker.py"
@@ -101,5 +102,59 @@ def test_one_rank_of_one_has_a_client_and_no_round(watch: Callable[..., Guard]) 
     try:
         guard = watch(nn.Linear(4, 4))
         assert guard._session.controls.ranks is None
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+class Enough(Exception):
+    """The caller is to stop."""
+
+
+def test_connections_that_never_come_about_are_waited_for_in_naps_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The library waits for a rank that has gone since it was there, or that no packet reaches, for as long as for any."""
+    release, naps = threading.Event(), []
+
+    def nap(seconds: float) -> None:
+        naps.append(seconds)
+        if len(naps) == 5:
+            raise Enough
+
+    monkeypatch.setattr("torch.distributed.ProcessGroupGloo", lambda *_, **__: release.wait(5.0))
+    try:
+        with pytest.raises(Enough):
+            collectives.Collectives(0, 1, nap).meet(torch.distributed.HashStore())
+    finally:
+        release.set()
+
+
+def test_what_connecting_raises_is_raised_where_it_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no route to host")
+
+    monkeypatch.setattr("torch.distributed.ProcessGroupGloo", refuse)
+    with pytest.raises(RuntimeError, match="no route to host"):
+        collectives.Collectives(0, 1, lambda seconds: None).meet(torch.distributed.HashStore())
+
+
+def test_a_group_whose_store_gives_no_second_connection_is_trained_on_alone(
+    watch: Callable[..., Guard], caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in a dry run with the backend `fake`: attach() does not raise."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        model = nn.Linear(4, 4)
+        guard = watch(model, every=1)
+        for step in range(3):
+            model(torch.ones(8, 4)).sum().backward()
+            guard.step(step)
+        assert guard.flush(30.0)
+        sample = guard.last_sample()
+        assert sample is not None
+        assert sample["step"] == 2
+        assert sum("do not report together any more" in line for line in caplog.messages) == 1
     finally:
         torch.distributed.destroy_process_group()

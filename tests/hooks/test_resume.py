@@ -179,3 +179,35 @@ class TestPlanOfACheckpoint:
         del state["waiting_plan"]
         guard.load_state_dict({**state, "step": 20, "plan": self.PLAN})
         assert guard.plan.version == 4
+
+
+def test_b100_b103_what_a_guard_saves_is_no_larger_with_time_and_a_copy(watch: Watch, train: Train) -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    guard, optimizer = watch(model, run="r", spool_dir=""), torch.optim.SGD(model.parameters(), 0.1)
+
+    def saved() -> bytes:
+        buffer = io.BytesIO()
+        torch.save(guard.state_dict(), buffer)
+        return buffer.getvalue()
+
+    train(model, optimizer, 10)
+    early, handed = len(saved()), guard.state_dict()
+    text = repr(handed)
+    train(model, optimizer, 30)
+    assert len(saved()) == pytest.approx(early, rel=0.05)
+    # Later steps do not change what was handed out, and its holder does not change the guard.
+    assert repr(handed) == text
+    before = saved()
+    for mine in (guard.state_dict(), guard.last_sample(), *guard.coverage()):
+        assert mine is not None
+        for value in mine.values():
+            if isinstance(value, (dict, list)):
+                value.clear()
+            elif isinstance(value, torch.Tensor):
+                value.zero_()
+        mine.clear()
+    assert saved() == before
+    sample = guard.last_sample()
+    assert sample is not None
+    assert sample["slots"]
+    assert [row["name"] for row in guard.coverage()] == ["0", "1", "2"]

@@ -113,4 +113,6 @@ def test_it_takes_plain_matrices_with_block_scales_alone() -> None:
     assert not native_use.fits(x_TK.T, w_NK.T, *formats)
     assert not native_use.fits(x_TK[:0], w_NK, *formats)
     assert not native_use.fits(x_TK, w_NK.to("meta"), *formats)
-    assert not native_use.fits(x_TK, w_NK, dataclasses.replace(PRECISION.x, scaling="tensor"))
+    scaled = dataclasses.replace(PRECISION.x, scaling="tensor")
+    assert not native_use.fits(x_TK, w_NK, scaled, PRECISION.w)
+    assert not native_use.fits(x_TK, w_NK, PRECISION.x, scaled)
