@@ -165,11 +165,11 @@ def healthy() -> str:
         (
             str(row["case"]).removeprefix("healthy/"),
             _number(round(row["value"], 5)),
-            _number(row["goal"]),
+            _number(row["level"]),
             row["unit"],
         )
         for row in (_suite_rows() if SUITE.exists() else [])
-        if str(row["case"]).startswith("healthy/") and row["case"] != "healthy/decisions"
+        if "level" in row
     ]
     return _table(("value", "farthest of all healthy runs", "level", "unit"), rows)
 

@@ -53,6 +53,8 @@ def observed(seen: Symptoms) -> dict[tuple[str, str], float]:
     view = seen.view
     found = {(name, RUN): value for name in _RUN_VALUES if (value := view.seen.run.get(name)) is not None}
     found |= {(name, layer): value for (layer, name), value in view.seen.scalars.items() if name in _SCALARS}
+    # Twice: once as a norm, and once as it comes, for what it was just before.
+    found |= {("least_load", layer): value for (name, layer), value in found.items() if name == "load_min"}
     for layer in seen.layers:
         distortion = _distortion(seen, layer)
         if distortion is not None:

@@ -113,7 +113,7 @@ class Baseline:
             }
             texts = {name: str(stored[name]) for name in ("run", "attempt", "preset")}
             counts = {name: int(stored[name]) for name in ("from_step", "to_step", "steps")}
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise BaselineError(f"the baseline is incomplete: {type(error).__name__} at {error}") from error
         return cls(**texts, **counts, families=families)  # type: ignore[arg-type]
 

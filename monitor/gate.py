@@ -22,6 +22,8 @@ SETTLE_STEPS = 4
 and two more show whether it helped."""
 NO_SIGN_OF_HEALTH = ("non-finite", "late-nan")
 """Rules whose fallbacks nothing that is measured can end: people do."""
+EXPIRED = "expired"
+"""Rule of a restore at the end of an entry's time to live."""
 WHOLLY_WRONG = 2.0
 """Relative error from which on a larger one says no more."""
 LATE_STEPS = 16
@@ -53,7 +55,9 @@ class Gate:
         self.changes = dict(self.state.changes)
         # Once the mode is enforce nobody is asked any more: what the evidence still says is decided afresh.
         kept = {} if self.config.mode == "enforce" else self.state.proposals
-        fresh = self.step - self.config.dwell_steps
+        # Where samples are further apart than the dwell is long, one that did not ask is no sign that it is over.
+        latest = self.state.looks.steps[-self.config.clear_samples :]
+        fresh = min((self.step - self.config.dwell_steps, *latest))
         self.proposals = {key: made for key, made in kept.items() if made.last_step >= fresh}
         self.advised = {key: last for key, last in self.state.advised.items() if last >= fresh}
 
@@ -144,7 +148,7 @@ class Gate:
         *,
         rule: str = "probation",
     ) -> None:
-        """Back to the configured precision."""
+        """Back to the configured precision; the end of an entry's time was decided with it, and waits for nobody."""
         candidate = Candidate(
             layer=layer,
             target=target,
@@ -154,8 +158,9 @@ class Gate:
             priority=4,
             because=f"{layer!r} {target.key}: {why}",
         )
-        if not self.config.spares(layer) and not self._in_place(candidate):
-            self._decide(candidate, "it goes back to the configured precision", values)
+        ends = rule == EXPIRED
+        if ends or not (self.config.spares(layer) or self._in_place(candidate)):
+            self._decide(candidate, "it goes back to the configured precision", values, ends=ends)
 
     def awaits(self, layer: str) -> bool:
         """Whether a scale or format of the layer waits for a person; it is kept waiting."""
@@ -277,8 +282,10 @@ class Gate:
         remark = f"; emulated, its FP8 result is healthy ({percent(plain.error)}) and shows nothing of it, so that no measurement says when it is over: a person restores it"
         return remark, {"emulated_error": plain.error, "unshown": capped}
 
-    def _decide(self, candidate: Candidate, remedy: str, extra: Mapping[str, Any]) -> None:
-        proposed = self.config.mode != "enforce"
+    def _decide(
+        self, candidate: Candidate, remedy: str, extra: Mapping[str, Any], *, ends: bool = False
+    ) -> None:
+        proposed = self.config.mode != "enforce" and not ends
         state = "proposed" if proposed else "sent"
         if self.config.ttl_steps is not None and candidate.action != "restore":
             extra = {**extra, "ttl_steps": self.config.ttl_steps}

@@ -37,6 +37,9 @@ class History:
     values: Float32Array = field(default_factory=_no_values)
     """[H, 2, 8], oldest first, NaN where there is no value yet."""
 
+    def __post_init__(self) -> None:
+        self.values.setflags(write=False)
+
     def medians(self, keys: Sequence[str]) -> NDArray[np.float64]:
         """Median of each slot's two metrics, [S, 2]; NaN with fewer than SAMPLES_NEEDED values."""
         found = np.array([self.rows.get(key, -1) for key in keys], dtype=np.intp)

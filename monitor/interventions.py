@@ -27,8 +27,12 @@ def reject(state: PolicyState, decision: Decision, step: int) -> PolicyState:
 
 
 def revert(state: PolicyState, decision: Decision, step: int) -> PolicyState:
-    """A person undoes a decision at that step: its entry leaves the plan, and its spot rests for the dwell."""
-    return _rested(replace(state, plan=state.plan.without_decision(decision.id)), decision, step)
+    """A person undoes a decision at that step: its entry leaves the plan, and its spot rests for the dwell.
+
+    Where the plan holds it no more there is nothing to undo, and what is at its spot by now is another decision's.
+    """
+    plan = state.plan.without_decision(decision.id)
+    return state if plan is state.plan else _rested(replace(state, plan=plan), decision, step)
 
 
 def kill(state: PolicyState, step: int) -> PolicyState:

@@ -44,6 +44,11 @@ class Window:
     """Signed: above 0 the run's loss is higher."""
     limit: float
 
+    @property
+    def strain(self) -> float:
+        """The gap in parts of its limit; infinite where the limit is 0 and there is a gap."""
+        return self.gap_ratio / self.limit if self.limit else self.gap_ratio and self.gap_ratio * math.inf
+
 
 @dataclass(frozen=True, kw_only=True)
 class LossReport:
@@ -69,7 +74,7 @@ class LossReport:
     @property
     def worst(self) -> Window:
         """The window that is nearest to its limit, or farthest over it."""
-        return max(self.windows, key=lambda window: window.gap_ratio / window.limit)
+        return max(self.windows, key=lambda window: window.strain)
 
 
 def compare_losses(

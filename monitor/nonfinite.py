@@ -124,7 +124,8 @@ def find_origin(
         shown = _first(slots, indices, bad)
         before = Began(slots[shown], float(counts[shown]), step)
     layer, forward = before.slot.layer, _is_forward(before.slot)
-    here = [at for at in bad if slots[at].layer == layer]
+    # In a fixed order: the signals of a stored decision must not depend on that of the slots.
+    here = sorted((at for at in bad if slots[at].layer == layer), key=lambda at: slots[at].key)
     now = max((float(counts[at]) for at in here if slots[at].key == before.slot.key), default=0.0)
     return Origin(
         before.slot,

@@ -31,6 +31,11 @@ def encode_number(value: Any) -> int | float | str | None:
     return int(value) if hasattr(value, "dtype") and value.dtype.kind in "iu" else number
 
 
+def worse(one: float, other: float) -> float:
+    """Of two groups' numbers the one that counts: NaN before all, then an infinity of either sign, then the larger."""
+    return max(one, other, key=lambda number: (math.isnan(number), math.isinf(number), number))
+
+
 def decode_number(value: Any, *, finite: bool = False) -> float | None:
     """A float from its wire form; None stays None. Raises NumberError: a bool is not a number.
 

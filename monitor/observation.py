@@ -4,10 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from fp8_safeguard.monitor.columns import StatsTable, merge_tables
-from fp8_safeguard.monitor.numbers import decode_number
+from fp8_safeguard.monitor.numbers import decode_number, worse
 from fp8_safeguard.monitor.slots import Slot
 from fp8_safeguard.monitor.wire import Sample
 
@@ -42,9 +40,9 @@ def observe(samples: Sequence[Sample]) -> StepObservation:
             index.setdefault(slot.key, position)
         for name, value in sample.run.items():
             if value is not None:
-                # The largest, and NaN before all: no group's trouble is hidden.
+                # No group's trouble is hidden.
                 held = run.get(name)
-                run[name] = value if held is None else float(np.maximum(held, value))
+                run[name] = value if held is None else worse(held, value)
     return StepObservation(
         step=ordered[0].step,
         slots=slots,
@@ -58,10 +56,10 @@ def observe(samples: Sequence[Sample]) -> StepObservation:
 
 
 def scalars_of(records: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], float]:
-    """Scalars by (layer, name); of several groups' values the largest, and NaN before all: no trouble is hidden."""
+    """Scalars by (layer, name); of several groups' values the worse: no trouble is hidden."""
     found: dict[tuple[str, str], float] = {}
     for record in records:
         key, number = (record["layer"], record["name"]), decode_number(record["value"])
         if number is not None:
-            found[key] = float(np.maximum(found.get(key, number), number))
+            found[key] = worse(found.get(key, number), number)
     return found

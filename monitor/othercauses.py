@@ -331,6 +331,9 @@ def _routers(seen: Symptoms, held: Mapping[str, Any], explained: set[str | None]
         fed = seen.fed_by(module)
         window = seen.series.window("load_min", module)
         alive = len(window) == RECENT and min(window) >= ALIVE_SHARE and median(window) >= ALIVE_MEDIAN
+        # What dwindles first is the router's own doing: a change of domain does that.
+        before = [share for share in seen.series.window("least_load", module) if share > 0.0]
+        alive = alive and (not before or before[-1] >= ALIVE_SHARE)
         known = group_of("starved-expert", module) in held
         if not explained.isdisjoint(fed) or not (alive or known):
             continue

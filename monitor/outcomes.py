@@ -25,7 +25,7 @@ LOSSES_NEEDED = 4
 LOSSES_BEFORE = 8
 LOSSES_KEPT = 64
 MOST_PENDING = 256
-"""Decisions that wait for their grade; of more the oldest go ungraded."""
+"""Decisions that wait for their grade; of more the oldest go ungraded, and say so."""
 FAILURES_KEPT = 256
 
 BETTER, WORSE = 0.7, 1.3
@@ -118,6 +118,12 @@ class Pending:
         """`signal recovered (GEMM error 74 % -> 3.1 %); loss recovered`."""
         return f"signal {self.status}{self._change()}; loss {self._loss()}"
 
+    @property
+    def left(self) -> str:
+        """Why there is no grade: `not graded: its entry left the plan after 3 samples in force`."""
+        samples = f"{self.samples or 'no'} {'sample' if self.samples == 1 else 'samples'}"
+        return f"not graded: its entry left the plan after {samples} in force"
+
     def _change(self) -> str:
         if self.signal is None or self.status == "unknown":
             return ""
@@ -145,15 +151,17 @@ class Outcomes:
 
     def noted(self, decisions: Iterable[Decision], plan: Plan) -> Outcomes:
         """With decisions that the plan has taken up."""
-        added = {
-            made.id: self._pending(made, plan.version)
-            for made in decisions
-            if made.action != "advice" and made.state != "proposed"
-        }
+        added = {made.id: self._pending(made, plan.version) for made in decisions if _is_change(made)}
         if not added:
             return self
         kept = list({**self.pending, **added}.items())[-MOST_PENDING:]
         return replace(self, pending=dict(kept))
+
+    def crowded_out(self, before: Outcomes, decisions: Iterable[Decision]) -> dict[str, str]:
+        """What is told of those that `noted` could not keep, by decision id. before: what it was called on."""
+        waited = {**before.pending, **{made.id: made for made in decisions if _is_change(made)}}
+        why = f"not graded: more than {MOST_PENDING} later decisions wait for a grade"
+        return {name: why for name in waited if name not in self.pending}
 
     def approved(self, decision: Decision, plan: Plan) -> Outcomes:
         """With one that a person approved."""
@@ -196,13 +204,18 @@ class Outcomes:
         return cls({each.decision_id: each for each in pending}, losses, dict(stored.get("failed", {})))
 
 
+def _is_change(made: Decision) -> bool:
+    """Whether the plan has taken it up."""
+    return made.action != "advice" and made.state != "proposed"
+
+
 def failure_key(layer: str, remedy: str) -> str:
     """Key of one remedy at one layer."""
     return f"{layer}|{remedy}"
 
 
 def grade(outcomes: Outcomes, plan: Plan, view: StepView) -> tuple[Outcomes, dict[str, str]]:
-    """After one more step: what is remembered, and the grades given, by decision id."""
+    """After one more step: what is remembered, and by decision id the grades given, or why there is none."""
     loss = view.seen.run.get("loss")
     losses = outcomes.losses
     if loss is not None and math.isfinite(loss):
@@ -214,6 +227,7 @@ def grade(outcomes: Outcomes, plan: Plan, view: StepView) -> tuple[Outcomes, dic
     pending, grades, failed = {}, {}, dict(outcomes.failed)
     for name, each in outcomes.pending.items():
         if each.action != "restore" and name not in held:
+            grades[name] = each.left
             continue
         if view.seen.plan_version >= each.version:
             each = _followed(each, readings, loss)

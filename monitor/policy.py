@@ -115,13 +115,14 @@ def _remembered(
         # What a non-finite step measured elsewhere is no norm for anything.
         admit = _admitted(view.compiled, view.found, view.evidence)
         history = history.added(view.compiled.keys, history_values(view.compiled, view.measures), admit)
-    outcomes, grades = grade(decided.outcomes, decided.plan, view)
+    graded, grades = grade(decided.outcomes, decided.plan, view)
+    outcomes = graded.noted(decisions, decided.plan)
     return replace(
         decided,
         history=history,
         looks=looks.without(made.layer for made in decisions if made.state == "sent"),
-        outcomes=outcomes.noted(decisions, decided.plan),
-        grades=grades,
+        outcomes=outcomes,
+        grades={**grades, **outcomes.crowded_out(graded, decisions)},
     )
 
 

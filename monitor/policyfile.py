@@ -17,6 +17,7 @@ from dataclasses import fields, replace
 from typing import Any, get_args, get_origin, get_type_hints
 
 from fp8_safeguard.monitor.baseline import Baseline
+from fp8_safeguard.monitor.plan import is_finite_number
 from fp8_safeguard.monitor.policyconfig import PolicyConfig, PolicyConfigError
 from fp8_safeguard.monitor.quoting import quoted
 from fp8_safeguard.monitor.thresholds import (
@@ -29,6 +30,8 @@ from fp8_safeguard.monitor.thresholds import (
 
 LEVELS = ("watch", "act", "instant", "watch_over_median", "act_over_median")
 COUNTS = ("min_count", "min_underflow")
+MOST_COUNT = 10**9
+"""Steps, samples or elements: beyond any run, and far from what a database cannot hold."""
 OFF = "off"
 """Takes a level away: TOML has no null."""
 
@@ -61,8 +64,7 @@ def policy_from(
         changes["baseline"] = baseline_of(document["baseline"])
     try:
         preset = get_preset(document.get("preset", base.preset))
-        if document.get("thresholds"):
-            preset = with_thresholds(preset, document["thresholds"])
+        preset = with_thresholds(preset, document.get("thresholds", {}))
         return replace(base, preset=preset, **changes)
     except (UnknownPresetError, PolicyConfigError) as error:
         raise PolicyFileError(str(error)) from error
@@ -83,6 +85,8 @@ def _checked(name: str, value: Any) -> Any:
         words = {float: "a number", int: "a whole number", str: "text", bool: "true or false"}
         said = words.get(kinds[0], "not settable here") + (f' or "{OFF}"' if type(None) in kinds else "")
         raise PolicyFileError(f"{name} is {said}, not {quoted(value)}")
+    if kinds[0] is int and value > MOST_COUNT:
+        raise PolicyFileError(f"{name} is at most {MOST_COUNT}, not {quoted(value)}")
     return value
 
 
@@ -117,12 +121,14 @@ def _checked_rule(named: str, change: Any) -> dict[str, Any]:
     for name, value in change.items():
         if name in LEVELS:
             off = value == OFF
-            if not off and (type(value) not in (int, float) or not math.isfinite(value)):
+            if not off and not is_finite_number(value):
                 raise PolicyFileError(f'{name} of {named} is a number or "{OFF}", not {quoted(value)}')
             found[name] = None if off else float(value)
         elif name in COUNTS:
-            if type(value) is not int or value < 0:
-                raise PolicyFileError(f"{name} of {named} is a whole number from 0, not {quoted(value)}")
+            if type(value) is not int or not 0 <= value <= MOST_COUNT:
+                raise PolicyFileError(
+                    f"{name} of {named} is a whole number from 0 to {MOST_COUNT}, not {quoted(value)}"
+                )
             found[name] = value
         elif name == "remedy":
             if value not in get_args(Remedy):

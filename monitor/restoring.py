@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from fp8_safeguard.monitor.gate import Gate
+from fp8_safeguard.monitor.gate import EXPIRED, Gate
 from fp8_safeguard.monitor.nonfinite import Origin
 from fp8_safeguard.monitor.plan import PlanEntry
 from fp8_safeguard.monitor.remedies import Candidate
@@ -126,8 +126,11 @@ def _plain(entries: Sequence[tuple[PlanEntry, Change]], look: Look | None) -> bo
 
 
 def _renew(gate: Gate, view: StepView, newer: WhatIfs) -> None:
-    """Entries with a time to live: longer where the evidence still asks for them, out of the plan once they expired."""
-    ttl = gate.config.ttl_steps
+    """Entries with a time to live: longer where the evidence still asks for them, out of the plan once they expired.
+
+    The trainer ends them by itself, in every mode: a plan that still held them would hide a fault that comes back.
+    """
+    ttl = None if gate.config.mode == "observe" else gate.config.ttl_steps
     for entry, _ in list(_own(gate)):
         if entry.expires_step is None:
             continue
@@ -135,8 +138,8 @@ def _renew(gate: Gate, view: StepView, newer: WhatIfs) -> None:
         ill = look is not None and any(not healthy(gemm, seen) for gemm, seen in undone([entry.action], look))
         asked = place(entry.layer, entry.target, entry.action) in gate.asked
         if view.seen.step >= entry.expires_step:
-            why = f"nothing asked for it for {ttl or 'its'} steps"
-            gate.restore(entry.layer, entry.target, why, {}, rule="expired")
+            why = f"nothing asked for it for {gate.config.ttl_steps or 'its'} steps"
+            gate.restore(entry.layer, entry.target, why, {}, rule=EXPIRED)
         elif ttl is not None and (ill or asked) and entry.expires_step - view.seen.step <= ttl // 2:
             gate.plan = gate.plan.renewed(entry.place, view.seen.step + ttl)
 
@@ -188,12 +191,14 @@ def _emulated(layer: str, gemm: str, compiled: SlotList) -> bool:
 
 def _readings(layer: str, gemm: str, compiled: SlotList, measures: Measures) -> dict[str, float]:
     """Underflow of what a gemm reads, and the error of its emulated result, by slot label, for the record."""
-    wanted = {Slot(layer, operand=operand, layout=layout).key for operand, layout in GEMM_OPERANDS[gemm]}
     values = measures["underflow_ratio"]
+    # In a fixed order: a stored decision must not depend on that of the slots.
+    read = (Slot(layer, operand=operand, layout=layout) for operand, layout in GEMM_OPERANDS[gemm])
+    found = ((slot.label, compiled.own_row.get(slot.key)) for slot in read)
     readings = {
-        f"{slot.label} underflow_ratio": float(values[at])
-        for at, slot in enumerate(compiled.slots)
-        if slot.key in wanted
+        f"{label} underflow_ratio": float(values[compiled.own[row]])
+        for label, row in found
+        if row is not None
     }
     if _emulated(layer, gemm, compiled):
         result = Slot(layer, gemm=gemm)

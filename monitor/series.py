@@ -38,7 +38,7 @@ FAR = {"loss": 2.0}
 """How far off its median a value is no norm, as a factor; 4 for the others."""
 FLOORS = {"dy_col_underflow": 1e-3, "load_min": 1e-2}
 """Below these a value is as good as this: their ratios to a median say nothing."""
-AS_THEY_COME = frozenset({"distortion", "x_scale", "w_scale", "dy_scale"})
+AS_THEY_COME = frozenset({"distortion", "least_load", "x_scale", "w_scale", "dy_scale"})
 """Whose every value is kept: their course is what matters, not their norm."""
 
 _SLOW, _SUM, _COUNT, _REFUSED = range(RECENT, RECENT + 4)
@@ -61,6 +61,9 @@ class Series:
     rows: Mapping[Key, int] = field(default_factory=lambda: MappingProxyType({}))
     values: Float32Array = field(default_factory=_nothing)
     """[H, 12]: recent values (oldest first, NaN where there is none), mean of the log, sum, samples, refused in a row."""
+
+    def __post_init__(self) -> None:
+        self.values.setflags(write=False)
 
     def window(self, name: str, layer: str) -> FloatArray:
         """The recent values that were taken up, oldest first."""

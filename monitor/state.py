@@ -1,7 +1,7 @@
 """What the policy remembers between steps, and its JSON form."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from fp8_safeguard.monitor.alerts import Alert, Evidence, join_alerts
@@ -82,7 +82,23 @@ class PolicyState:
     outcomes: Outcomes = field(default_factory=Outcomes)
     underflow: UnderflowTrend = field(default_factory=UnderflowTrend)
     grades: Mapping[str, str] = field(default_factory=dict)
-    """Outcomes of earlier decisions that the latest step told, by decision id."""
+    """Outcomes of decisions that the latest step told, or why there is none, by decision id."""
+
+    def after_rewind(self, parent: "PolicyState", undone: Collection[str]) -> "PolicyState":
+        """This memory of the steps before a rewind, with what goes on in the run's plan, as the parent knew it.
+
+        The plan outlives an attempt, and so does what belongs to its entries: that they are the policy's own, that spots rest
+        after them or after a person's word, which proposals wait. What has no grade yet is graded by the child's samples.
+        undone: ids of the policy's own restores in the steps that did not happen; a spot does not rest after those.
+        """
+        changes = {key: change for key, change in parent.changes.items() if change.decision_id not in undone}
+        waiting = {key: made for key, made in parent.outcomes.pending.items() if key not in undone}
+        unseen: dict[str, Any] = {"samples": 0, "seen": 0, "failing": 0, "latest": None}
+        pending = {key: replace(made, **unseen, status="unknown", losses=()) for key, made in waiting.items()}
+        shared = -1 if self.last_step is None else self.last_step
+        failed = {key: step for key, step in parent.outcomes.failed.items() if step <= shared}
+        outcomes = replace(self.outcomes, pending=pending, failed=failed)
+        return replace(self, changes=changes, proposals=dict(parent.proposals), outcomes=outcomes)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON object; `from_dict` gives an equal state."""
@@ -92,8 +108,8 @@ class PolicyState:
             "alerts": {key: alert.to_dict() for key, alert in self.alerts.items()},
             "evidence": {key: evidence.to_list() for key, evidence in self.evidence.items()},
             "history": self.history.to_dict(),
-            "changes": {key: vars(change) for key, change in self.changes.items()},
-            "proposals": {key: vars(proposal) for key, proposal in self.proposals.items()},
+            "changes": {key: dict(vars(change)) for key, change in self.changes.items()},
+            "proposals": {key: dict(vars(made)) for key, made in self.proposals.items()},
             "probation": dict(self.probation),
             "advised": dict(self.advised),
             "costs": dict(self.costs.layers),

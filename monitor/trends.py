@@ -11,6 +11,7 @@ from fp8_safeguard.monitor.attribution import find_causes, observed
 from fp8_safeguard.monitor.cause import Finding
 from fp8_safeguard.monitor.fp8causes import GROUP, SCALE_CAUSES
 from fp8_safeguard.monitor.othercauses import is_spike
+from fp8_safeguard.monitor.plan import json_ready
 from fp8_safeguard.monitor.series import AS_THEY_COME, Series
 from fp8_safeguard.monitor.symptoms import Symptoms
 
@@ -52,8 +53,8 @@ class Trends:
     causes: Mapping[str, Lasting] = field(default_factory=dict)
     """By group: of one group one cause at a time."""
     nonfinite_steps: int = 0
-    """Samples with a loss, a gradient norm or a tensor that is not finite, but for a gradient scaler that looks for its scale.
-    Counted with or without a scaler."""
+    """Samples with a loss, a gradient norm or a tensor that is not finite, but for gradients of a scaler that looks for its
+    scale. Counted with or without a scaler."""
     shaken: int = 0
     """Samples for which a jump of the loss explains what starts."""
     reaches: Mapping[str, frozenset[str]] = field(default_factory=dict, compare=False)
@@ -122,7 +123,8 @@ class Trends:
     def to_dict(self) -> dict[str, Any]:
         """JSON object; `from_dict` gives an equal one."""
         causes = {
-            group: {**vars(lasting), "said": dict(lasting.said)} for group, lasting in self.causes.items()
+            group: {**vars(lasting), "said": json_ready(lasting.said)}
+            for group, lasting in self.causes.items()
         }
         return {
             "series": self.series.to_dict(),
@@ -134,7 +136,10 @@ class Trends:
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any]) -> Self:
         """The inverse of to_dict; nothing stored is an empty one."""
-        causes = {group: Lasting(**lasting) for group, lasting in stored.get("causes", {}).items()}
+        causes = {
+            group: Lasting(**{**lasting, "said": json_ready(lasting["said"])})
+            for group, lasting in stored.get("causes", {}).items()
+        }
         counts = stored.get("nonfinite_steps", 0), stored.get("shaken", 0)
         return cls(Series.from_dict(stored.get("series", {})), causes, *counts)
 
@@ -148,10 +153,11 @@ def _is_spoken_of(key: tuple[str, str], told: Mapping[str, Lasting]) -> bool:
 
 
 def _is_broken(view: StepView) -> bool:
-    values = (view.seen.run.get(name) for name in ("loss", "gradient_norm"))
-    broken = view.origin is not None or any(
-        value is not None and not math.isfinite(value) for value in values
-    )
+    loss, norm = (view.seen.run.get(name) for name in ("loss", "gradient_norm"))
+    if (loss is not None and not math.isfinite(loss)) or (view.origin is not None and view.origin.forward):
+        return True
+    # A scaler that looks for its scale explains what begins in a gradient, and nothing before.
+    broken = view.origin is not None or (norm is not None and not math.isfinite(norm))
     return broken and not view.scale_falls
 
 

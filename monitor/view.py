@@ -17,6 +17,9 @@ from fp8_safeguard.monitor.sight import Sight
 from fp8_safeguard.monitor.signals import Breach, Measures, SlotList, compile_slots, find_breaches
 from fp8_safeguard.monitor.state import PolicyState
 
+LOWEST_SEARCH = 1.0
+"""A gradient scaler that has gone below this looks for nothing: at this scale gradients overflow as they are."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepView:
@@ -114,7 +117,8 @@ def _with_watched(
 def _scale_falls(state: PolicyState, step: StepObservation) -> bool:
     """A gradient scaler looks for its scale by overflowing: that is its way, not a fault."""
     scale = step.run.get("loss_scale")
-    return scale is not None and state.loss_scale is not None and scale < state.loss_scale
+    before = state.loss_scale
+    return scale is not None and before is not None and LOWEST_SEARCH <= scale < before
 
 
 def _observer(sight: Sight, step: StepObservation, scale_falls: bool) -> Callable[[str], bool]:

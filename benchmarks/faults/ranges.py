@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from fp8_safeguard.monitor import attribution, lastlayers, othercauses
+from fp8_safeguard.monitor.series import NEEDED, RECENT
 from fp8_safeguard.monitor.signals import Measures
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ Values = Mapping[str, Sequence[float]]
 LEVELS: Mapping[str, tuple[float, str]] = {
     "norm_gain": (othercauses.GAIN_JUMP, "x own median"),
     "qk_logit": (othercauses.QK_LOGIT, "bound of the largest logit"),
-    "loss": (othercauses.JUMP, "x own median"),
+    "loss": (othercauses.JUMP, "x own median; with gradients that jump too"),
     "gradients": (othercauses.TOGETHER, "x own median of dy's amax, middle layer"),
     "dy_along_tokens": (othercauses.TOKEN_UNDERFLOW, f"underflow, in {othercauses.TOKEN_LAYERS} layers at once"),
     "rows": (lastlayers.LEAST_UNDERFLOW, "underflow of x and dy in rows, median of a layer"),
@@ -79,11 +80,14 @@ def _slots(seen: Sequence[StepObservation], metric: str, wanted: Callable[[Slot]
 
 
 def _jumps(values: Values) -> Values:
-    """Each over the median of its place."""
-    medians = {place: statistics.median(each) for place, each in values.items() if each}
-    return {
-        place: [value / median for value in values[place]] for place, median in medians.items() if median > 0
-    }
+    """Each over the median of those just before it at its place; 1 where there are too few."""
+    return {place: [_jump(each, at) for at in range(len(each))] for place, each in values.items()}
+
+
+def _jump(values: Sequence[float], at: int) -> float:
+    before = values[max(0, at - RECENT) : at]
+    median = statistics.median(before) if len(before) >= NEEDED else math.nan
+    return values[at] / median if median > 0 else 1.0
 
 
 def _across(values: Values, joined: Callable[[Sequence[float]], float]) -> Values:

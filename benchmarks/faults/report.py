@@ -198,7 +198,7 @@ def _ranges(healthy: Mapping[str, Result]) -> list[Row]:
         each = {run: result.ranges[name] for run, result in healthy.items() if name in result.ranges}
         if each:
             worst = max(each.values())
-            rows.append(_row(f"healthy/{name}", worst, unit, goal=level, reached=worst < level, each=each))
+            rows.append(_row(f"healthy/{name}", worst, unit, level=level, each=each))
     return rows
 
 

@@ -61,13 +61,19 @@ QUIET = ((0.0,) * 5, (1.0,) * 5, 2.0, 1.0)
 
 def test_each_name_has_the_largest_value_of_its_kind(ranges: Any, steps: Any) -> None:
     loud = ((0.5, 0.04, 0.03, 0.01, 0.0), (9.0, 2.0, 3.0, 1.0, 1.0), 3.0, 1.5)
-    found = ranges.healthy_ranges(steps(QUIET, QUIET, loud, QUIET, QUIET))
+    found = ranges.healthy_ranges(steps(QUIET, QUIET, QUIET, QUIET, loud, QUIET))
     # Three layers reach 3 % together; the middle one of the five has doubled.
     assert found["dy_along_tokens"] == pytest.approx(0.03)
     assert found["gradients"] == pytest.approx(2.0)
     assert found["loss"] == pytest.approx(1.5)
     assert found["norm_gain"] == pytest.approx(1.5)
     assert found["rows"] == 0.0
+
+
+def test_a_jump_is_over_what_was_just_before(ranges: Any, steps: Any) -> None:
+    """A loss that falls by itself from 20 to 1 jumps nowhere, though the median of the whole run is 10.5."""
+    falling = [(QUIET[0], QUIET[1], 20.0 - step, 1.0) for step in range(20)]
+    assert ranges.healthy_ranges(steps(*falling))["loss"] == 1.0
 
 
 def test_what_a_run_does_not_show_is_left_out(ranges: Any, steps: Any) -> None:

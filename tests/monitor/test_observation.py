@@ -31,6 +31,27 @@ def test_of_several_groups_the_largest_run_value_counts_and_nan_before_all() -> 
         assert seen.stats.columns["count"].tolist() == [3]
 
 
+@pytest.mark.parametrize(
+    ("told", "counts"),
+    [
+        ((2.0, "-Infinity", 3.0), -math.inf),
+        ((2.0, "Infinity", "-Infinity"), math.inf),
+        (("-Infinity", "NaN", 3.0), math.nan),
+        ((-2.0, -3.0, -2.5), -2.0),
+    ],
+)
+def test_b95_an_infinity_of_either_sign_counts_before_any_number(
+    told: tuple[object, ...], counts: float
+) -> None:
+    for order in permutations(told):
+        documents = [
+            {**sample(str(group), loss=value), "scalars": [{"layer": "a", "name": "entropy", "value": value}]}
+            for group, value in enumerate(order)
+        ]
+        seen = observe([parse_sample(document) for document in documents])
+        assert [seen.run["loss"], seen.scalars["a", "entropy"]] == pytest.approx([counts] * 2, nan_ok=True)
+
+
 def test_a_value_that_nobody_measured_is_not_there() -> None:
     seen = observe([parse_sample(sample("0", loss=None))])
     assert seen.run.get("loss") is None

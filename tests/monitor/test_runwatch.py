@@ -94,3 +94,34 @@ def test_a_gradient_scaler_that_looks_for_its_scale_is_not_counted(slots: Any, o
         run = {"loss": 2.0, "gradient_norm": math.inf if step else 1.0, "loss_scale": scale}
         state, _ = decide(state, observation(step, slots, run=run), PolicyConfig(run="r"))
     assert state.trends.nonfinite_steps == 0
+
+
+@pytest.mark.parametrize("broken", ["loss", "forward", "both"])
+def test_b96_a_falling_loss_scale_hides_no_loss_and_no_forward_pass(
+    slots: Any, observation: Any, broken: str
+) -> None:
+    """Where every step overflows the scaler halves its scale in each: that explains gradients, and nothing before them."""
+    state, config, made = PolicyState(), PolicyConfig(run="r", mode="enforce"), []
+    ill = {} if broken == "loss" else {("blocks.1.o", "fprop"): {"nan": 3}}
+    for step in range(6):
+        loss = 2.0 if broken == "forward" else math.nan
+        run = {"loss": loss, "gradient_norm": math.nan, "loss_scale": 65536.0 / 2**step}
+        state, decisions = decide(state, observation(step, slots, ill, run=run), config)
+        made += [(act.step, act.layer, act.action) for act in decisions]
+        assert state.trends.nonfinite_steps == step + 1
+    assert made == ([] if broken == "loss" else [(1, "blocks.1.o", "bf16_fallback")])
+    assert ("nonfinite-loss|" in state.alerts) == (broken != "forward")
+
+
+def test_b96_a_scaler_that_has_nothing_left_to_find_hides_no_gradient(slots: Any, observation: Any) -> None:
+    """Gradients that are no number at any scale: 65536 has fallen to 1 by step 16, and goes on falling."""
+    state, config, made = PolicyState(), PolicyConfig(run="r", mode="enforce"), []
+    ill = {("blocks.1.o", "dgrad"): {"inf": 3}}
+    for step in range(22):
+        run = {"loss": 2.0, "gradient_norm": math.inf, "loss_scale": 65536.0 / 2**step}
+        state, decisions = decide(state, observation(step, slots, ill, run=run), config)
+        made += [(act.step, act.layer, act.target.gemm, act.action) for act in decisions]
+        # The first sample has no earlier scale to compare with.
+        assert state.trends.nonfinite_steps == 1 + max(step - 16, 0)
+    assert made == [(17, "blocks.1.o", "dgrad", "bf16_fallback")]
+    assert "nonfinite-gradient-norm|" in state.alerts
