@@ -8,9 +8,20 @@ import typer
 
 from fp8_safeguard.cli.api import ApiError, in_path
 from fp8_safeguard.cli.export import destination
-from fp8_safeguard.cli.observed import steps_of, tracked
-from fp8_safeguard.cli.options import Json, ReadFrom, Run, Server, Token
-from fp8_safeguard.cli.output import Columns, Item, cell, fail, json_text, print_json, printable, say, show
+from fp8_safeguard.cli.observed import number_of, steps_of, tracked
+from fp8_safeguard.cli.options import LARGEST, Json, ReadFrom, Run, Server, Token
+from fp8_safeguard.cli.output import (
+    Columns,
+    Item,
+    cell,
+    fail,
+    json_text,
+    print_json,
+    printable,
+    say,
+    shortened,
+    show,
+)
 from fp8_safeguard.cli.read import answer, asking
 from fp8_safeguard.cli.source import ServerSource, Source, api
 
@@ -24,7 +35,9 @@ baseline = typer.Typer(
 LEARNING_SECONDS = 300.0
 MOST_NAMED = 5
 OfRun = Annotated[str | None, typer.Option("--run", help="The run; by default the one that reported last.")]
-Number = Annotated[int, typer.Argument(min=1, metavar="ID", help="From `fp8-safeguard baseline list`.")]
+Number = Annotated[
+    int, typer.Argument(min=1, max=LARGEST, metavar="ID", help="From `fp8-safeguard baseline list`.")
+]
 
 
 @baseline.command()
@@ -271,9 +284,9 @@ def use(
         fp8-safeguard baseline use 3 --run my-run
         fp8-safeguard baseline use none --run my-run
     """
-    wanted = None if number == "none" else int(number) if number.isascii() and number.isdigit() else 0
+    wanted = None if number == "none" else number_of(number) or 0
     if wanted == 0:
-        fail(f"ID is {number!r}; give the id of a baseline, or none.", 2)
+        fail(f"ID is {shortened(number)!r}; give the id of a baseline, or none.", 2)
     with asking(server, None, token, run) as (asked, name), api(_address(asked), token) as opened:
         page = opened.put(f"/runs/{in_path(name)}/baselines", {"baseline": wanted})
     if as_json:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fp8_safeguard.cli.api import ApiError
-from fp8_safeguard.cli.observed import policy_decisions, read_document, steps_of, tracked
+from fp8_safeguard.cli.observed import number_of, policy_decisions, read_document, steps_of, tracked
 from fp8_safeguard.cli.options import Json, ReadFrom, Server, Token
 from fp8_safeguard.cli.output import Item, fail, folded, print_json, printable
 from fp8_safeguard.cli.source import Source, about, source
@@ -123,9 +123,10 @@ def named_baseline(asked: Source, run: str, baseline: str) -> "Baseline":
     """The baseline of that id, or in that file. Exits with 2 where there is neither."""
     from fp8_safeguard.monitor.baseline import Baseline, BaselineError
 
-    if baseline.isascii() and baseline.isdigit() and int(baseline) > 0:
-        return Baseline.from_dict(asked.baseline(run, int(baseline))["baseline"])
-    if not Path(baseline).is_file():
+    number = number_of(baseline)
+    if number:
+        return Baseline.from_dict(asked.baseline(run, number)["baseline"])
+    if not _is_file(baseline):
         fail(
             str(about(asked, baseline, ApiError("", status=404, kind="run-not-found")))
             + " It is no baseline's id and no file either.",
@@ -135,6 +136,13 @@ def named_baseline(asked: Source, run: str, baseline: str) -> "Baseline":
         return Baseline.from_dict(read_document(baseline, "--baseline"))
     except BaselineError as error:
         fail(f"--baseline {baseline}: {error}", 2)
+
+
+def _is_file(name: str) -> bool:
+    try:
+        return Path(name).is_file()
+    except OSError:  # such as a name that is longer than any file's
+        return False
 
 
 def side(asked: Source, run: str, within: tuple[int, int]) -> "Side":

@@ -246,3 +246,7 @@ def _as_api_errors(name: str) -> Iterator[None]:
         raise ApiError(f"{name}: {problem.detail}", status=problem.status, kind=problem.kind) from problem
     except DBAPIError as error:
         raise ApiError(f"{name} cannot be read: {error.orig}") from error
+    except OverflowError as error:
+        raise ApiError(
+            f"{name} holds whole numbers up to 2^63 - 1, and one beyond was asked for", status=422
+        ) from error

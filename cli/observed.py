@@ -7,7 +7,8 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from fp8_safeguard.cli.api import ApiError
-from fp8_safeguard.cli.output import Item, fail
+from fp8_safeguard.cli.options import LARGEST
+from fp8_safeguard.cli.output import Item, fail, shortened
 
 if TYPE_CHECKING:
     from fp8_safeguard.monitor.observation import StepObservation
@@ -49,11 +50,23 @@ def steps_of(text: str | None) -> tuple[int | None, int | None]:
     first, colon, last = text.partition(":")
     wanted = [part.strip() for part in (first, last)]
     if not colon or not all(part.isascii() and part.isdigit() for part in wanted if part) or not any(wanted):
-        fail(f"--steps is {text!r}; give first and last step as 500:2000.", 2)
-    from_step, to_step = (int(part) if part else None for part in wanted)
+        fail(f"--steps is {shortened(text)!r}; give first and last step as 500:2000.", 2)
+    found = [number_of(part) if part else None for part in wanted]
+    if any(number is None for part, number in zip(wanted, found, strict=True) if part):
+        fail(f"--steps is {shortened(text)!r}; steps go from 0 to 2^63 - 1.", 2)
+    from_step, to_step = found
     if from_step is not None and to_step is not None and from_step > to_step:
         fail(f"--steps {text}: step {from_step} lies after step {to_step}.", 2)
     return from_step, to_step
+
+
+def number_of(text: str) -> int | None:
+    """The whole number that a text is; None for what is none, and for one that no database holds."""
+    digits = text.lstrip("0") or text[:1]
+    if not (text.isascii() and text.isdigit()) or len(digits) > len(str(LARGEST)):
+        return None
+    number = int(digits)
+    return number if number <= LARGEST else None
 
 
 def policy_decisions(items: Iterable[Item], attempts: Iterable[Item]) -> tuple[list[Item], list[str]]:
@@ -96,5 +109,7 @@ def read_document(text: str, what: str) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         fail(f"{what} {text!r} cannot be read: {error.strerror}", 2)
+    except RecursionError:
+        fail(f"{what} {text!r} is nested too deeply to be what is asked for", 2)
     except ValueError as error:
         fail(f"{what} {text!r} is not JSON: {error}", 2)

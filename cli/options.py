@@ -4,6 +4,8 @@ from typing import Annotated
 
 import typer
 
+LARGEST = 2**63 - 1
+"""The largest step or id: what a database holds."""
 Run = Annotated[str | None, typer.Argument(help="The run; by default the one that reported last.")]
 Server = Annotated[
     str | None,

@@ -64,6 +64,11 @@ def printable(text: str) -> str:
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
 
+def shortened(text: str, most: int = 100) -> str:
+    """What somebody typed, as an error quotes it."""
+    return text if len(text) <= most else f"{text[:most]}..."
+
+
 def cell(value: object) -> str:
     """One value for a table: numbers with four significant digits, nothing for null."""
     if value is None:

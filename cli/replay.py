@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fp8_safeguard.cli.observed import policy_decisions, read_document, tracked
-from fp8_safeguard.cli.options import Json, ReadFrom, Run, Server, Token
+from fp8_safeguard.cli.options import LARGEST, Json, ReadFrom, Run, Server, Token
 from fp8_safeguard.cli.output import Columns, Item, fail, folded, print_json, printable, show
 from fp8_safeguard.cli.read import asking, place
 from fp8_safeguard.cli.source import Source
@@ -26,10 +26,11 @@ def replay(
         typer.Option(help="TOML or JSON file with the other policy; without it the run's own is replayed."),
     ] = None,
     from_step: Annotated[
-        int | None, typer.Option("--from", min=0, metavar="STEP", help="Show nothing before this step.")
+        int | None,
+        typer.Option("--from", min=0, max=LARGEST, metavar="STEP", help="Show nothing before this step."),
     ] = None,
     to_step: Annotated[
-        int | None, typer.Option("--to", min=0, metavar="STEP", help="Stop after this step.")
+        int | None, typer.Option("--to", min=0, max=LARGEST, metavar="STEP", help="Stop after this step.")
     ] = None,
     server: Server = None,
     database_url: ReadFrom = None,
@@ -69,7 +70,9 @@ def load(policy: Path) -> Any:
         return tomllib.loads(policy.read_text(encoding="utf-8"))
     except OSError as error:
         fail(f"--policy {str(policy)!r} cannot be read: {error.strerror}", 2)
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except RecursionError:
+        fail(f"--policy {str(policy)!r} is nested too deeply to be a policy", 2)
+    except ValueError as error:
         fail(f"--policy {str(policy)!r} is not TOML (a JSON file is named .json): {error}", 2)
 
 
@@ -153,13 +156,14 @@ def own_policy(asked: Source, detail: Item, stored: list[Item], notes: list[str]
 def named_baseline(asked: Source, run: str, named: Any, policy: Path | None) -> "Baseline | None":
     """The baseline that a policy file names: an id of the run's, a file beside it, or none. Exits with 2."""
     from fp8_safeguard.monitor.baseline import Baseline, BaselineError
+    from fp8_safeguard.monitor.quoting import quoted
 
-    if named in ("none", "off", False):
+    if named is False or named in ("none", "off"):
         return None
-    if type(named) is int and named > 0:
+    if type(named) is int and 0 < named <= LARGEST:
         return Baseline.from_dict(asked.baseline(run, named)["baseline"])
     if not isinstance(named, str):
-        fail(f'baseline is the id of one, a file, or "none", not {named!r}.', 2)
+        fail(f'baseline is the id of one, a file, or "none", not {quoted(named)}.', 2)
     file = Path(named) if policy is None else policy.parent / named
     try:
         return Baseline.from_dict(read_document(str(file), "the baseline"))

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from fp8_safeguard.cli.export import destination
-from fp8_safeguard.cli.options import ReadFrom, Run, Server, Token
+from fp8_safeguard.cli.options import LARGEST, ReadFrom, Run, Server, Token
 from fp8_safeguard.cli.output import (
     Columns,
     Item,
@@ -39,8 +39,10 @@ class Form(StrEnum):
 
 def report(
     run: Run = None,
-    from_step: Annotated[int | None, typer.Option(min=0, help="Leave earlier steps out.")] = None,
-    to_step: Annotated[int | None, typer.Option(min=0, help="Leave later steps out.")] = None,
+    from_step: Annotated[
+        int | None, typer.Option(min=0, max=LARGEST, help="Leave earlier steps out.")
+    ] = None,
+    to_step: Annotated[int | None, typer.Option(min=0, max=LARGEST, help="Leave later steps out.")] = None,
     form: Annotated[
         Form | None, typer.Option("--format", help="table (the default), csv, markdown or json.")
     ] = None,

@@ -168,7 +168,7 @@ def record_alerts(
 def begin_attempt(
     conn: Connection, run: Row[Any], attempt: Row[Any], state: PolicyState, now: float
 ) -> AlertChanges:
-    """Leave exactly the alerts open, and keep exactly the proposals, that the attempt starts with."""
+    """Leave exactly the alerts open that the attempt starts with."""
     log = _Log(conn, run.id, attempt.id, attempt.from_step, now)
     rows = log.newest(_unresolved_keys(conn, run.id) | state.alerts.keys())
     gone = [key for key, row in rows.items() if row.state in UNRESOLVED and key not in state.alerts]
@@ -180,9 +180,6 @@ def begin_attempt(
         if key in state.alerts and row.state == "resolved" and row.resolved_by is None:
             log.reopen(row, state.alerts[key], occurrences=0)
     log.open(missing)
-    kept = [made.decision_id for made in state.proposals.values()]
-    asked = (decisions.c.run_id == run.id, decisions.c.state == "proposed", decisions.c.action != "advice")
-    conn.execute(decisions.update().where(*asked, decisions.c.id.not_in(kept)).values(state="expired"))
     return AlertChanges(changed=closed)
 
 

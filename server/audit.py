@@ -127,6 +127,13 @@ def expire_proposals(conn: Connection, run: Row[Any], before: PolicyState, after
     return _advance(conn, run, *which, act=Act(actor=POLICY, what="expired", step=after.last_step))
 
 
+def begin_attempt(conn: Connection, run: Row[Any], state: PolicyState) -> list[Event]:
+    """Keep exactly the proposals that an attempt starts with: what asked for the others did not happen, or starts over."""
+    kept = [made.decision_id for made in state.proposals.values()]
+    asked = (decisions.c.state == "proposed", decisions.c.action != "advice", decisions.c.id.not_in(kept))
+    return _advance(conn, run, *asked, act=Act(actor=POLICY, what="expired", step=state.last_step))
+
+
 def record_grades(
     conn: Connection, run: Row[Any], grades: Mapping[str, str], step: int | None
 ) -> list[Event]:

@@ -4,11 +4,10 @@ import json
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-from sqlalchemy import Connection, Row, func, select
+from sqlalchemy import Connection, Row, func, or_, select
 
 from fp8_safeguard.monitor.columns import merge_tables
-from fp8_safeguard.monitor.numbers import decode_number
+from fp8_safeguard.monitor.numbers import decode_number, worse
 from fp8_safeguard.monitor.observation import StepObservation, scalars_of
 from fp8_safeguard.monitor.plan import Plan
 from fp8_safeguard.monitor.policy import PolicyConfig, PolicyState, decide
@@ -71,6 +70,7 @@ def _decide_ready(
     if not ready and not fresh and not sample.local_decisions:
         return state.plan
     changes = [alertlog.begin_attempt(conn, run, attempt, state, now)] if fresh else []
+    raised.events += audit.begin_attempt(conn, run, state) if fresh else []
     config = config_of(conn, run)
     begun = state
     taken = local.take_over(conn, run, state, sample, config, now)
@@ -156,8 +156,8 @@ def observation_of(conn: Connection, run: Row[Any], attempt_id: int, step: int) 
         for name, value in json.loads(row.run_values).items():
             number = decode_number(value)
             if number is not None:
-                # The largest, and NaN before all: no group's trouble is hidden.
-                values[name] = float(np.maximum(values.get(name, number), number))
+                # No group's trouble is hidden.
+                values[name] = worse(values.get(name, number), number)
         header = json.loads(row.header)
         versions.append(header["plan_version"])
         notes += json.loads(row.scalars)
@@ -189,12 +189,15 @@ def first_state(conn: Connection, run: Row[Any], attempt: Row[Any]) -> PolicySta
     if parent is None or parent.policy_state is None:
         return replace(PolicyState(), plan=audit.plan_from(run), decisions_made=made)
     plan = _as_applied(conn, audit.plan_from(run), attempt.from_step)
-    if parent.last_decided_step is None or parent.last_decided_step < attempt.from_step:
+    before = _before(conn, attempt, parent)
+    goes_on = parent.last_decided_step is None or parent.last_decided_step < attempt.from_step
+    if goes_on and before.id == parent.id:
         return replace(load_state(run, parent), plan=plan)
-    held = load_state(run, parent).changes
-    # What was decided in the shared steps has yet to show its effect in the child's, or rests there as it did.
-    shared = {spot: change for spot, change in held.items() if change.step < attempt.from_step}
-    return replace(_replayed(conn, run, attempt), plan=plan, decisions_made=made, changes=shared)
+    ended = (decisions.c.action == "restore", decisions.c.step >= attempt.from_step)
+    undone = conn.execute(select(decisions.c.id).where(decisions.c.run_id == run.id, *ended)).scalars().all()
+    shared = load_state(run, parent) if goes_on else _replayed(conn, run, attempt)
+    state = shared.after_rewind(load_state(run, before), undone)
+    return replace(state, plan=plan, decisions_made=made)
 
 
 def _as_applied(conn: Connection, plan: Plan, from_step: int) -> Plan:
@@ -217,6 +220,20 @@ def _parent(conn: Connection, attempt: Row[Any]) -> Row[Any] | None:
     return conn.execute(query).one_or_none()
 
 
+def _before(conn: Connection, attempt: Row[Any], parent: Row[Any]) -> Row[Any]:
+    """The attempt that the run's plan comes from: the parent, or a later child of the tree, as a first try to resume.
+
+    Its memory is the one that knows the plan's entries, the proposals that wait, and every number that was given.
+    """
+    older = (attempts.c.run_id == attempt.run_id, attempts.c.id < attempt.id, attempts.c.id >= parent.id)
+    known = (
+        attempts.c.policy_state.is_not(None),
+        or_(attempts.c.id == parent.id, attempts.c.parent.is_not(None)),
+    )
+    query = select(attempts).where(*older, *known).order_by(attempts.c.id.desc()).limit(1)
+    return conn.execute(query).one()
+
+
 def _replayed(conn: Connection, run: Row[Any], attempt: Row[Any]) -> PolicyState:
     """Memory rebuilt from the steps before a rewind: the parent's own has seen steps that did not happen."""
     shared = attempt.from_step - 1
@@ -226,4 +243,4 @@ def _replayed(conn: Connection, run: Row[Any], attempt: Row[Any]) -> PolicyState
     owner = {row.step: row.attempt_id for row in rows}
     for step in sorted(owner)[-_REPLAYED_STEPS:]:
         state, _ = decide(state, observation_of(conn, run, owner[step], step), config)
-    return replace(state, proposals={}, changes={}, last_step=shared if shared >= 0 else None)
+    return replace(state, last_step=shared if shared >= 0 else None)

@@ -2,11 +2,13 @@
 
 import json
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 from sqlalchemy import Connection, Row, func, select
 
 from fp8_safeguard.monitor.budget import fallbacks
+from fp8_safeguard.monitor.numbers import decode_number, encode_number, worse
 from fp8_safeguard.monitor.runwatch import LOSS
 from fp8_safeguard.server.alertlog import count_alerts, is_silenced, standing_of, unresolved
 from fp8_safeguard.server.answers import rfc3339
@@ -226,31 +228,32 @@ def _last_values(conn: Connection, branch: tuple[Segment, ...], groups: int) -> 
     firsts = [first for first, _ in spans if first is not None]
     lasts = [last for _, last in spans if last is not None]
     newest = (
-        select(samples.c.group, samples.c.header, samples.c.run_values)
+        select(samples.c.step, samples.c.group, samples.c.header, samples.c.run_values)
         .where(samples.c.attempt_id == branch[0].attempt_id)
         .order_by(samples.c.step.desc(), samples.c.group, samples.c.part)
         .limit(max(_LOOK_BACK, 2 * groups))
     )
-    rows = [(row.group, json.loads(row.header), json.loads(row.run_values)) for row in conn.execute(newest)]
-    values = [held for _, _, held in rows]
+    found = conn.execute(newest).all()
+    rows = [(row.group, json.loads(row.header)) for row in found]
+    values = [(row.step, json.loads(row.run_values)) for row in found]
     # Each client counts its own since it started: the newest count of every group.
-    dropped = {group: header["dropped"] for group, header, _ in reversed(rows)}
+    dropped = {group: header["dropped"] for group, header in reversed(rows)}
     return {
         "first_step": min(firsts, default=None),
         "last_step": max(lasts, default=None),
-        "loss": _newest(values, "loss"),
-        "gradient_norm": _newest(values, "gradient_norm"),
-        "learning_rate": _newest(values, "learning_rate"),
-        "overhead_ratio": _newest([header for _, header, _ in rows], "overhead_ratio"),
+        "loss": _of_all_groups(values, "loss"),
+        "gradient_norm": _of_all_groups(values, "gradient_norm"),
+        "learning_rate": _of_all_groups(values, "learning_rate"),
+        "overhead_ratio": _newest([header for _, header in rows], "overhead_ratio"),
         "dropped": sum(dropped.values()),
         "ranks": _worst_ranks(rows),
     }
 
 
-def _worst_ranks(rows: list[tuple[str, dict[str, Any], dict[str, Any]]]) -> list[dict[str, Any]]:
+def _worst_ranks(rows: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
     """The worst ranks that the newest sample of each group named, as they were sent."""
     newest: dict[str, list[dict[str, Any]]] = {}
-    for group, header, _ in rows:
+    for group, header in rows:
         newest.setdefault(group, header.get("ranks") or [])
     return [record for group in sorted(newest) for record in newest[group]]
 
@@ -261,3 +264,10 @@ _LOOK_BACK = 64
 
 def _newest(values: list[dict[str, Any]], name: str) -> Any:
     return next((held[name] for held in values if held.get(name) is not None), None)
+
+
+def _of_all_groups(values: list[tuple[int, dict[str, Any]]], name: str) -> Any:
+    """What the newest step that has it says: where groups disagree the worse number, as everywhere."""
+    told = [(step, number) for step, held in values if (number := decode_number(held.get(name))) is not None]
+    newest = max((step for step, _ in told), default=None)
+    return encode_number(reduce(worse, [number for step, number in told if step == newest])) if told else None

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from sqlalchemy import Connection, Row
 
 from fp8_safeguard.monitor.metrics import METRICS
-from fp8_safeguard.monitor.numbers import decode_number
+from fp8_safeguard.monitor.numbers import decode_number, worse
 from fp8_safeguard.monitor.thresholds import get_preset, thresholds_for
 from fp8_safeguard.server.answers import encode_array
 from fp8_safeguard.server.baselines import chosen
@@ -135,13 +135,13 @@ def read_scalars(
 ) -> dict[int, float]:
     """A run's own value (layer None) or a layer's named scalar by step of the live branch.
 
-    Where groups disagree the largest counts, and a NaN before all: no group's trouble is hidden.
+    Where groups disagree the worse number counts: no group's trouble is hidden.
     """
     wanted = samples.c.run_values if layer is None else samples.c.scalars
     found: dict[int, float] = {}
     for row in visible_rows(conn, run_id, [wanted.label("body")], from_step=from_step, to_step=to_step):
         for value in _values_in(row.body, layer, name):
-            found[row.step] = float(np.maximum(found.get(row.step, value), value))
+            found[row.step] = worse(found.get(row.step, value), value)
     return found
 
 

@@ -19,7 +19,9 @@ def shared_policy(file: str | None) -> PolicyConfig:
         document = tomllib.loads(Path(file).read_text(encoding="utf-8"))
     except OSError as error:
         raise PolicyFileError(f"{VARIABLE} is {file!r}, which cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except RecursionError as error:
+        raise PolicyFileError(f"{VARIABLE} is {file!r}, which is nested too deeply to be a policy") from error
+    except ValueError as error:
         raise PolicyFileError(f"{VARIABLE} is {file!r}, which is not TOML: {error}") from error
     own = [name for name in OF_EACH_RUN if name in document]
     if own:

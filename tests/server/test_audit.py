@@ -50,7 +50,11 @@ def test_everybody_who_touched_a_decision_is_kept(client: TestClient, post: Any,
 
 def test_a_proposal_that_nobody_answers_is_expired_by_the_policy(client: TestClient, post: Any) -> None:
     post(0, DGRAD, mode="advise")
+    # One sample that does not ask again is no sign that it is over, however late it comes.
     post(60)
+    assert newest(client)["state"] == "proposed"
+    for step in range(61, 66):
+        post(step)
     assert newest(client)["state"] == "expired"
     assert acts(client)[-1] == ("policy", "expired")
 
