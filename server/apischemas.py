@@ -196,6 +196,7 @@ SCHEMAS: dict[str, Schema] = {
             "created": TIME,
             "last_report": TIME,
             "fallback_budget_used_ratio": {"type": ["number", "null"]},
+            "nonfinite_steps": COUNT,
             "plan_version": COUNT,
             "thresholds": one_of(tuple(PRESETS)),
             "sampling": maybe(_SAMPLING),

@@ -95,6 +95,12 @@ def _families() -> dict[str, _Family]:
             "Part of the BF16 fallback budget in use, 1 when it is full.",
             ("run",),
         ),
+        _Family(
+            "run_nonfinite_steps",
+            "Sampled steps with a loss, gradient norm or tensor that is not finite.",
+            ("run",),
+            counter=True,
+        ),
         _Family("run_health_state", "1 for the state that a run is in.", ("run", "state")),
         _Family("decisions", "Decisions taken.", ("run", "action", "mode"), counter=True),
         _Family(
@@ -147,6 +153,7 @@ def _add_run(conn: Connection, row: Row[Any], families: dict[str, _Family], sett
     families["run_gradient_norm"].add((row.name,), detail["gradient_norm"])
     families["run_last_report_timestamp_seconds"].add((row.name,), row.last_report_at)
     families["run_fallback_budget_used_ratio"].add((row.name,), row.fallback_budget_used_ratio or 0.0)
+    families["run_nonfinite_steps"].add((row.name,), row.nonfinite_steps)
     _add_audit(conn, row, families)
     _add_layers(conn, row, families, settings.metrics_max_series)
 

@@ -30,7 +30,7 @@ def load_state(run: Row[Any], attempt: Row[Any]) -> PolicyState:
 def save_state(
     conn: Connection, run: Row[Any], attempt_id: int, state: PolicyState, config: PolicyConfig
 ) -> tuple[int, ...]:
-    """Store the state, and the plan, budget and held alerts that follow from it; ids of alerts held or let go now.
+    """Store the state, and the plan, budget, counts and held alerts that follow from it; ids of alerts held or let go now.
 
     `run` is its row as this transaction sees it.
     """
@@ -41,8 +41,11 @@ def save_state(
         .where(attempts.c.id == attempt_id)
         .values(policy_state=text, last_decided_step=state.last_step)
     )
-    budget = {"fallback_budget_used_ratio": budget_used_ratio(state, config)}
-    follows = {**plan_columns(state.plan), **budget}
+    told = {
+        "fallback_budget_used_ratio": budget_used_ratio(state, config),
+        "nonfinite_steps": state.trends.nonfinite_steps,
+    }
+    follows = {**plan_columns(state.plan), **told}
     if any(getattr(run, name) != value for name, value in follows.items()):
         conn.execute(runs.update().where(runs.c.id == run.id).values(follows))
     return settle(conn, run.id, state)

@@ -204,6 +204,7 @@ def detail_of(conn: Connection, row: Row[Any]) -> dict[str, Any]:
         "last_report": rfc3339(row.last_report_at),
         "ended": rfc3339(row.ended_at),
         "fallback_budget_used_ratio": row.fallback_budget_used_ratio,
+        "nonfinite_steps": row.nonfinite_steps,
         "plan_version": row.plan_version,
         "thresholds": row.preset,
         "alerts": count_alerts(conn, row.id).to_dict(),

@@ -29,6 +29,8 @@ runs = Table(
     Column("plan_version", BigInteger, nullable=False),
     Column("plan", Text, nullable=False),
     Column("fallback_budget_used_ratio", Float),
+    # Sampled steps with a loss, gradient norm or tensor that is not finite.
+    Column("nonfinite_steps", BigInteger, nullable=False, server_default="0"),
     Column("created_at", Float, nullable=False),
     Column("last_report_at", Float, nullable=False),
     Column("ended_at", Float),

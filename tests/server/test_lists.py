@@ -146,6 +146,7 @@ def test_run_detail_has_what_the_pages_show(client: TestClient, documents: Any) 
         "overhead_ratio": 0.004,
         "dropped": 2,
         "fallback_budget_used_ratio": 0.0,
+        "nonfinite_steps": 1,
         "plan_version": 0,
         "thresholds": "floor",
     }

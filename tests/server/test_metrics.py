@@ -22,6 +22,7 @@ CONTRACT = {
     "run_gradient_norm": ("gauge", {"run"}),
     "run_last_report_timestamp_seconds": ("gauge", {"run"}),
     "run_fallback_budget_used_ratio": ("gauge", {"run"}),
+    "run_nonfinite_steps": ("counter", {"run"}),
     "run_health_state": ("gauge", {"run", "state"}),
     "decisions": ("counter", {"run", "action", "mode"}),
     "alerts_active": ("gauge", {"run", "rule", "severity"}),

@@ -77,8 +77,8 @@ def test_migrations_make_exactly_the_tables_that_the_code_uses(store: Store) -> 
 
 
 def test_upgrading_twice_changes_nothing(store: Store) -> None:
-    assert upgrade(store) == head_revision() == "0005"
-    assert upgrade(store) == "0005"
+    assert upgrade(store) == head_revision() == "0006"
+    assert upgrade(store) == "0006"
     store.close()
 
 
@@ -94,7 +94,7 @@ def test_b59_four_services_that_start_together_on_an_empty_store_all_become_heal
     settings: Settings,
 ) -> None:
     start_together(settings)
-    assert revisions(settings) == ["0005"]
+    assert revisions(settings) == ["0006"]
 
 
 def test_b59_a_new_file_that_another_connection_locks_for_a_moment_is_waited_for(
@@ -117,7 +117,7 @@ def test_b59_four_services_that_start_together_upgrade_a_store_of_the_first_sche
     first: Settings,
 ) -> None:
     start_together(first)
-    assert revisions(first) == ["0005"]
+    assert revisions(first) == ["0006"]
 
 
 def test_a_store_of_the_first_schema_keeps_its_data_and_goes_on(first: Settings, documents: Any) -> None:
@@ -152,7 +152,7 @@ def test_a_postgresql_store_of_the_first_schema_is_upgraded_with_its_data(
     with store.write() as conn:
         command.upgrade(migration_config(conn), "0001")
         _copy_first_schema(tmp_path / "first.db", conn)
-    assert upgrade(store) == "0005"
+    assert upgrade(store) == "0006"
     with store.read() as conn:
         assert compare_metadata(MigrationContext.configure(conn), metadata) == []
     with TestClient(create_app(settings)) as client:
@@ -185,7 +185,7 @@ def test_the_second_schema_can_be_undone_without_losing_data(first: Settings) ->
         command.downgrade(migration_config(conn), "0001")
         assert conn.exec_driver_sql("SELECT count(*) FROM samples").scalar() == 7
         assert "occurrences" not in {column["name"] for column in inspect(conn).get_columns("alerts")}
-    assert upgrade(store) == "0005"
+    assert upgrade(store) == "0006"
     store.close()
 
 
@@ -235,7 +235,7 @@ def test_a_failed_migration_leaves_nothing_behind(store: Store, monkeypatch: pyt
     with pytest.raises(RuntimeError, match="power cut"):
         upgrade(store)
     monkeypatch.undo()
-    assert upgrade(store) == "0005"
+    assert upgrade(store) == "0006"
     store.close()
 
 

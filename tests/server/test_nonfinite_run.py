@@ -48,6 +48,17 @@ def test_b95_no_group_hides_that_the_loss_of_another_is_no_number(
     assert shown == [{"NaN": "nan", "Infinity": "inf", "-Infinity": "-inf"}[word]] * 2
 
 
+def test_b96_steps_that_are_not_finite_are_counted_though_the_loss_is(client: TestClient, post: Any) -> None:
+    counted = []
+    for step, norm in enumerate((1.0, 1.0, "NaN", 1.0, "Infinity")):
+        post(step, run={"loss": 2.0, "gradient_norm": norm})
+        counted.append(client.get(API).json()["nonfinite_steps"])
+    assert counted == [0, 0, 1, 1, 2]
+    assert (
+        'fp8_safeguard_run_nonfinite_steps_total{run="demo"} 2.0' in client.get("/metrics").text.splitlines()
+    )
+
+
 def test_b95_the_newest_step_that_has_a_loss_is_the_one_that_is_shown(client: TestClient, post: Any) -> None:
     post(0, groups=2, group="0", run={"loss": "NaN", "gradient_norm": 7.0})
     post(0, groups=2, group="1", run={"loss": 3.0})
