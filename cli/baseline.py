@@ -109,12 +109,12 @@ def preview(
         for seen in tracked(asked.observations(name, from_step, to_step), "learning", from_step, to_step):
             learner.add(seen)
     except BaselineError as error:
-        fail(f"{name}: {error}.")
+        fail(printable(f"{name}: {error}."))
     refused = [*reasons(asked.decisions(name), from_step, to_step), *learner.refusals()]
     if refused:
         fail(
             f"Nothing can be learned from steps {from_step} to {to_step} of {name}:\n  "
-            + "\n  ".join(refused)
+            + "\n  ".join(map(printable, refused))
         )
     learned = learner.finish(run=name, attempt=str(detail["attempt"]), preset=detail["thresholds"])
     preset = judged["thresholds"]
@@ -227,6 +227,7 @@ def showing(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write it to this file, for replay and check.")
     ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that exists.")] = False,
     server: Server = None,
     database_url: ReadFrom = None,
     token: Token = None,
@@ -239,6 +240,8 @@ def showing(
     """
     from fp8_safeguard.monitor.baseline import Baseline, slot_of
 
+    if output is not None and output.exists() and not force:
+        fail(f"{output} exists. Choose another name, or replace it with --force.")
     with asking(server, database_url, token, run) as (asked, name):
         item = asked.baseline(name, number)
     if output is not None:
@@ -313,7 +316,7 @@ def drop(
             )
         if not yes:
             in_use = ", which is in use," if held["used"] else ""
-            typer.confirm(printable(f"Drop baseline {number}{in_use} of {name}?"), abort=True)
+            typer.confirm(printable(f"Drop baseline {number}{in_use} of {name}?"), abort=True, err=True)
         opened.delete(f"/runs/{in_path(name)}/baselines/{number}", scope="control")
     typer.echo(printable(f"Baseline {cell(number)} of {name} is dropped."))
 

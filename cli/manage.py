@@ -64,7 +64,7 @@ def kill_switch(
     Proposals and pins are dropped with it; `fp8-safeguard audit` keeps what they were.
     """
     if not yes:
-        typer.confirm(f"Empty the plan of run {printable(run)} and only observe it?", abort=True)
+        typer.confirm(f"Empty the plan of run {printable(run)} and only observe it?", abort=True, err=True)
     with api(server, token) as asked:
         answered: Item = asked.post(f"/runs/{in_path(run)}:kill-switch", _named(by))
     if as_json:
@@ -150,7 +150,7 @@ def delete(
 ) -> None:
     """Delete a run and everything that was stored for it."""
     if not yes:
-        typer.confirm(f"Delete run {printable(run)} and everything stored for it?", abort=True)
+        typer.confirm(f"Delete run {printable(run)} and everything stored for it?", abort=True, err=True)
     with api(server, token) as asked:
         asked.delete(f"/runs/{in_path(run)}")
     typer.echo(printable(f"Run {run} is deleted."))

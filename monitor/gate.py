@@ -8,7 +8,7 @@ from typing import Any
 from fp8_safeguard.monitor.alerts import Evidence
 from fp8_safeguard.monitor.budget import fallbacks, fits
 from fp8_safeguard.monitor.diagnosis import Diagnosis, cause_of
-from fp8_safeguard.monitor.plan import Decision, Plan, PlanEntry, Target, json_ready
+from fp8_safeguard.monitor.plan import Decision, Plan, PlanEntry, Target, json_ready, step_after
 from fp8_safeguard.monitor.policyconfig import PolicyConfig
 from fp8_safeguard.monitor.remedies import Candidate, percent, signals
 from fp8_safeguard.monitor.signals import Breach
@@ -328,7 +328,7 @@ class Gate:
             evidence=json_ready(evidence),
             mode=self.config.mode,
             state=state,
-            not_before_step=self.step + 1,
+            not_before_step=step_after(self.step),
         )
         self.decisions.append(decision)
         return decision

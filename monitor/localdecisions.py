@@ -47,6 +47,8 @@ def _checked(decision: Decision) -> Decision:
         )
     if not _ID.fullmatch(decision.id):
         raise PlanError("id has 1 to 512 letters, digits, '.', '_' or '-', the first a letter or digit")
+    if not is_count(decision.step + told.get("ttl_steps", 0)):
+        raise PlanError("evidence.ttl_steps reaches beyond step 2^63 - 1")
     check_text("layer", decision.layer)
     decision.entry()
     return decision

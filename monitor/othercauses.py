@@ -62,7 +62,8 @@ def other_findings(
     so that what starts in gradients and routers follows from that.
     """
     found = [*_dead_layers(seen, held), *_norms(seen, held), *_attention(seen, held), *rank_findings(seen)]
-    spikes = [] if fp8_fault else list(_loss(seen))
+    # A loss that jumps with a gain, a layer or a rank follows from it.
+    spikes = [] if fp8_fault or found else list(_loss(seen))
     follows = [] if fp8_fault else [*_tokens(seen, held), *_gradients(seen, held)]
     explained = {finding.said.layer for finding in (*found, *spikes, *follows)}
     follows += _routers(seen, held, explained)

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from fp8_safeguard.monitor.numbers import encode_number
 from fp8_safeguard.monitor.quoting import quoted
-from fp8_safeguard.monitor.slots import GEMMS, LAYOUTS, OPERANDS, is_count
+from fp8_safeguard.monitor.slots import GEMMS, INT64_MAX, LAYOUTS, OPERANDS, is_count
 
 ACTIONS = (
     "bf16_fallback",
@@ -201,7 +201,7 @@ class Decision:
             value=self.value,
             decision_id=self.id,
             not_before_step=self.not_before_step,
-            expires_step=None if ttl is None else (self.step if step is None else step) + int(ttl),
+            expires_step=None if ttl is None else step_after(self.step if step is None else step, int(ttl)),
         )
 
 
@@ -285,6 +285,11 @@ class Plan:
         if not isinstance(wire["entries"], (list, tuple)):
             raise PlanError(f"entries is a list, not {quoted(wire['entries'])}")
         return cls(wire["version"], tuple(PlanEntry.from_wire(entry) for entry in wire["entries"]))
+
+
+def step_after(step: int, steps: int = 1) -> int:
+    """The step that many later; at most 2^63 - 1, the last that a sample may have and a database keeps."""
+    return min(step + steps, INT64_MAX)
 
 
 def is_finite_number(value: Any) -> bool:

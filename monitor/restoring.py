@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from fp8_safeguard.monitor.gate import EXPIRED, Gate
 from fp8_safeguard.monitor.nonfinite import Origin
-from fp8_safeguard.monitor.plan import PlanEntry
+from fp8_safeguard.monitor.plan import PlanEntry, step_after
 from fp8_safeguard.monitor.remedies import Candidate
 from fp8_safeguard.monitor.sight import Sight
 from fp8_safeguard.monitor.signals import Breach, Measures, SlotList
@@ -141,7 +141,7 @@ def _renew(gate: Gate, view: StepView, newer: WhatIfs) -> None:
             why = f"nothing asked for it for {gate.config.ttl_steps or 'its'} steps"
             gate.restore(entry.layer, entry.target, why, {}, rule=EXPIRED)
         elif ttl is not None and (ill or asked) and entry.expires_step - view.seen.step <= ttl // 2:
-            gate.plan = gate.plan.renewed(entry.place, view.seen.step + ttl)
+            gate.plan = gate.plan.renewed(entry.place, step_after(view.seen.step, ttl))
 
 
 def _wait(gate: Gate, change: Change) -> int:

@@ -11,7 +11,7 @@ from fp8_safeguard.dashboards.causes import remedy_of
 from fp8_safeguard.monitor import policy
 from fp8_safeguard.monitor.document import escape
 from fp8_safeguard.monitor.formats import ScaleError, check_multiplier
-from fp8_safeguard.monitor.plan import ACTIONS, Decision, PlanError, Target, is_finite_number
+from fp8_safeguard.monitor.plan import ACTIONS, Decision, PlanError, Target, is_finite_number, step_after
 from fp8_safeguard.monitor.policy import PolicyState
 from fp8_safeguard.monitor.quoting import quoted
 from fp8_safeguard.monitor.thresholds import PRESETS
@@ -324,7 +324,7 @@ def _decide_by_hand(
         mode=run.mode,
         state="approved",
         actor=body["actor"],
-        not_before_step=step + 1,
+        not_before_step=step_after(step),
     )
     after = policy.approve(replace(before, decisions_made=before.decisions_made + 1), decision, step)
     save_state(conn, run, attempt.id, after, config_of(conn, run))

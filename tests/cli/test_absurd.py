@@ -1,4 +1,4 @@
-"""Numbers beyond every database and files that are no policy: one line, exit code 2, the same from both sources."""
+"""Numbers, names and files beyond sense are answered in printable words."""
 
 import json
 from collections.abc import Callable
@@ -57,6 +57,21 @@ def test_steps_may_be_written_with_any_number_of_zeros(cli: Callable[..., Any], 
     assert "--steps" not in said.err
 
 
+def test_a_layer_in_a_refusal_steers_no_terminal(
+    cli: Callable[..., Any], service: Any, send_run: Callable[..., None]
+) -> None:
+    send_run(service.url, "enforced", 2, sick=True, mode="enforce")
+    for layer in service.get("/runs/enforced/layers")["items"]:
+        pin = ("run", "pin", "enforced", layer["layer"], "--on", "dgrad", "--action", "bf16_fallback")
+        assert cli(*pin, "--server", service.url).code == 0
+    send_run(service.url, "enforced", 4, sick=True, mode="enforce")
+    wanted = ("baseline", "learn", "--run", "enforced", "--steps", "0:3", "--output", "out.json")
+    said = cli(*wanted, "--database-url", service.database_url)
+    assert (said.code, said.out) == (1, "")
+    assert r"\x1b[31m" in said.err
+    assert "\x1b" not in said.err
+
+
 @pytest.mark.parametrize(
     ("name", "text", "why"),
     [
@@ -68,6 +83,9 @@ def test_steps_may_be_written_with_any_number_of_zeros(cli: Callable[..., Any], 
         ("a.json", '{"thresholds": {"underflow": {"min_count": 1000000001}}}', "from 0 to 1000000000"),
         ("a.json", '{"thresholds": []}', "thresholds is a table"),
         ("a.json", '{"baseline": 0}', "not 0"),
+        ("a.json", '{"ttl_steps": 5, "ttl_steps": 6}', "the name 'ttl_steps' stands twice"),
+        ("a.json", '{"thresholds": {"gemm-error": {"act": 1, "act": 2}}}', "the name 'act' stands twice"),
+        ("a.toml", "ttl_steps = 5\nttl_steps = 6", "not TOML"),
         ("a.json", f'{{"baseline": {BEYOND}}}', BEYOND),
     ],
 )
@@ -97,12 +115,3 @@ def test_a_file_that_is_no_baseline_is_refused_in_words(
     said = cli("check", "sick-7b", "--baseline", "b.json", "--database-url", service.database_url)
     assert (said.code, said.out) == (2, "")
     assert "b.json" in said.err
-
-
-def test_a_gap_of_nothing_may_be_asked_for(cli: Callable[..., Any], recipes: Any) -> None:
-    """Limit 0: every window whose loss is higher is over it."""
-    asked = ("check", "good", "--baseline", "good-twin", "--max-loss-gap", "0", "--json")
-    said = cli(*asked, "--database-url", recipes.database_url)
-    assert said.code == 1
-    worst = said.json["loss"]["worst"]
-    assert (worst["limit"], worst["gap_ratio"] > 0) == (0.0, True)

@@ -91,6 +91,18 @@ def test_learned_used_shown_and_dropped(recipes: Any, cli: Callable[..., Any]) -
         "baseline", "show", number, "--run", "good-other", "--database-url", recipes.database_url, "--json"
     )
     assert local.json == cli("baseline", "show", number, *at, "--json").json
+    Path("b.json").write_text("kept", encoding="utf-8")
+    kept = cli("baseline", "show", number, *at, "--output", "b.json")
+    assert (kept.code, kept.err) == (
+        1,
+        "b.json exists. Choose another name, or replace it with --force.\n",
+    )
+    assert Path("b.json").read_text(encoding="utf-8") == "kept"
+    assert cli("baseline", "show", number, *at, "--output", "b.json", "--force").code == 0
+    assert json.loads(Path("b.json").read_text(encoding="utf-8")) == local.json["baseline"]
+    asked = cli("baseline", "drop", number, *at)
+    assert (asked.code, asked.out.strip()) == (1, "")
+    assert f"Drop baseline {number}" in asked.err
     assert "its preset alone" in cli("baseline", "use", "none", *at).out
     assert recipes.get("/runs/good-other/baselines")["items"][0]["used"] is False
     assert f"baseline {number}" in cli("baseline", "use", number, *at).out

@@ -49,6 +49,15 @@ def test_the_null_may_come_from_twins_or_be_given(recipes: Any, cli: Callable[..
     assert cli(*ask, "--max-loss-gap", "1.5").code == 2
 
 
+def test_a_gap_of_nothing_may_be_asked_for(cli: Callable[..., Any], recipes: Any) -> None:
+    """Limit 0: every window whose loss is higher is over it."""
+    asked = ("check", "good", "--baseline", "good-twin", "--max-loss-gap", "0", "--json")
+    said = cli(*asked, "--database-url", recipes.database_url)
+    assert said.code == 1
+    worst = said.json["loss"]["worst"]
+    assert (worst["limit"], worst["gap_ratio"] > 0) == (0.0, True)
+
+
 def test_a_learned_baseline_is_a_reference_too(recipes: Any, cli: Callable[..., Any], tmp_path: Any) -> None:
     file = tmp_path / "good.json"
     made = cli(

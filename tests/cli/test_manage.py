@@ -47,6 +47,14 @@ def test_nothing_is_deleted_without_a_yes(cli: Callable[..., Any]) -> None:
     assert len(cli("runs", "--json").json["items"]) == 2
 
 
+@pytest.mark.parametrize("command", [("kill-switch", "r1", "--json"), ("delete", "r1")])
+def test_a_question_stands_on_standard_error(cli: Callable[..., Any], command: tuple[str, ...]) -> None:
+    said = cli("run", *command)
+    # click reads the answer behind a space of its own, which JSON allows.
+    assert (said.code, said.out.strip()) == (1, "")
+    assert "[y/N]" in said.err
+
+
 def test_an_unknown_run_is_named(cli: Callable[..., Any]) -> None:
     said = cli("run", "end", "r3")
     assert said.code == 1

@@ -53,6 +53,18 @@ def test_a_gain_that_the_next_weight_makes_up_for_is_fp8s_and_has_an_exact_cure(
     assert "fold the gain into the weight" in said["advice"]
 
 
+def test_a_loss_that_jumps_with_a_gain_follows_from_it(course: Any, followed: Any) -> None:
+    loud = {(layer, "dy row"): {"amax": 11.0} for layer in EVERY}
+    healthy = {"scalars": GAINS, "run": {"loss": 1.9, "gradient_norm": 0.8}}
+    seen = course([loud | DOWN | RAISED] * 6, healthy, {"scalars": HIGH_GAINS, "run": {"loss": 8.7}})
+    _, told, decisions = followed(seen)
+    assert told == [(9, "norm-gain", "blocks.1.qkv")]
+    assert [made.rule for made in decisions] == ["norm-gain"]
+    # Without the gain the same jump is the data's.
+    seen = course([loud | DOWN | RAISED] * 6, healthy, {"scalars": GAINS, "run": {"loss": 8.7}})
+    assert [cause for _, cause, _ in followed(seen)[1]] == ["data-spike"]
+
+
 def logits(value: float) -> dict[str, Any]:
     return {"scalars": {("blocks.1.attention", "qk_logit_max"): value}}
 

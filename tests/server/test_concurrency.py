@@ -96,6 +96,74 @@ def test_b47_a_batch_with_one_new_slot_sent_by_all_at_once_adds_it_once(
     assert heatmap["values"] == [[65536.0]] * 150
 
 
+@pytest.fixture
+def proposed(documents: Any) -> Callable[[str, str], str]:
+    """Posts a sample that makes the policy propose something for a run; the proposal's id."""
+
+    def post(url: str, run: str) -> str:
+        slots = documents.slots(8)
+        ill = [slot["layer"] == "blocks.0.mlp" and slot.get("gemm") == "dgrad" for slot in slots]
+        values = [
+            documents.values(slot, **({"sum_sq_err": 16384.0} if bad else {}))
+            for slot, bad in zip(slots, ill, strict=True)
+        ]
+        sample = documents.sample(4, slots, values, mode="advise")
+        (asked,) = httpx2.post(f"{url}/api/v1/runs/{run}/samples", json=sample).json()["decisions"]
+        return str(asked["id"])
+
+    return post
+
+
+def build_routes(*urls: str) -> None:
+    """FastAPI builds a route at its first request, under warning filters that threads of one process share."""
+    for url in urls:
+        for path in ("/decisions/none:approve", "/runs/none:kill-switch"):
+            assert httpx2.post(f"{url}/api/v1{path}").status_code == 404
+
+
+@both
+def test_a_proposal_that_several_people_approve_at_once_is_approved_once(
+    settings: Settings, proposed: Any
+) -> None:
+    with running_server(settings) as first, running_server(settings) as second:
+        build_routes(first, second)
+        asked = proposed(first, "demo")
+        jobs = [
+            lambda url=url, by=by: httpx2.post(f"{url}/api/v1/decisions/{asked}:approve", json={"by": by})
+            for url, by in zip([first, second] * 3, "abcdef", strict=True)
+        ]
+        answers = at_once(jobs)
+        assert sorted(answer.status_code for answer in answers) == [200] + [409] * 5
+        (won,) = (answer.json() for answer in answers if answer.status_code == 200)
+        (item,) = httpx2.get(f"{second}/api/v1/runs/demo/decisions").json()["items"]
+        approvals = [act["actor"] for act in item["history"] if act["what"] == "approved"]
+        assert (item["state"], approvals) == ("approved", [won["actor"]])
+        plan = httpx2.get(f"{first}/api/v1/runs/demo/plan").json()
+        assert (plan["version"], [entry["decision_id"] for entry in plan["entries"]]) == (1, [asked])
+
+
+@both
+def test_nothing_is_in_force_after_a_kill_switch_whatever_is_approved_with_it(
+    settings: Settings, proposed: Any
+) -> None:
+    with running_server(settings) as first, running_server(settings) as second:
+        build_routes(first, second)
+        for run in ("r0", "r1"):
+            asked = proposed(first, run)
+            jobs = [
+                lambda: httpx2.post(f"{first}/api/v1/decisions/{asked}:approve", json={}),  # noqa: B023
+                lambda: httpx2.post(f"{second}/api/v1/runs/{run}:kill-switch"),  # noqa: B023
+            ]
+            approval, killed = at_once(jobs)
+            assert killed.status_code == 200
+            assert approval.status_code in (200, 409)
+            detail = httpx2.get(f"{first}/api/v1/runs/{run}").json()
+            plan = httpx2.get(f"{first}/api/v1/runs/{run}/plan").json()
+            (item,) = httpx2.get(f"{first}/api/v1/runs/{run}/decisions").json()["items"]
+            assert (detail["mode"], plan["entries"]) == ("observe", [])
+            assert item["state"] == ("reverted" if approval.status_code == 200 else "expired")
+
+
 WRITER = """
 import json, sys, time
 from fp8_safeguard.server.ingest import ingest

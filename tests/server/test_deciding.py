@@ -10,22 +10,30 @@ BAD = "blocks.0.mlp"
 
 
 @pytest.fixture
-def post(client: TestClient, documents: Any) -> Any:
-    """Posts a step of a run; `error` is the relative error of one layer's recomputed dgrad, or another gemm."""
+def post_to(documents: Any) -> Any:
+    """Makes what posts steps of a run; `error` is the relative error of one layer's recomputed dgrad, or another gemm."""
 
-    def post(step: int, error: float = 0.025, gemm: str = "dgrad", **header: Any) -> dict[str, Any]:
-        slots = documents.slots(8)
-        values = [documents.values(slot) for slot in slots]
-        for slot, row in zip(slots, values, strict=True):
-            if slot["layer"] == BAD and slot.get("gemm") == gemm:
-                row["sum_sq_err"] = row["sum_sq"] * error**2
-        header = {"mode": "enforce", **header}
-        answer = client.post(f"{API}/samples", json=documents.sample(step, slots, values, **header))
-        assert answer.status_code == 200, answer.text
-        reply: dict[str, Any] = answer.json()
-        return reply
+    def of(client: TestClient, run: str = "demo") -> Any:
+        def post(step: int, error: float = 0.025, gemm: str = "dgrad", **header: Any) -> dict[str, Any]:
+            slots = documents.slots(8)
+            values = [documents.values(slot) for slot in slots]
+            for slot, row in zip(slots, values, strict=True):
+                if slot["layer"] == BAD and slot.get("gemm") == gemm:
+                    row["sum_sq_err"] = row["sum_sq"] * error**2
+            sample = documents.sample(step, slots, values, **{"mode": "enforce", **header})
+            answer = client.post(f"/api/v1/runs/{run}/samples", json=sample)
+            assert answer.status_code == 200, answer.text
+            reply: dict[str, Any] = answer.json()
+            return reply
 
-    return post
+        return post
+
+    return of
+
+
+@pytest.fixture
+def post(client: TestClient, post_to: Any) -> Any:
+    return post_to(client)
 
 
 def states(client: TestClient) -> list[str]:
@@ -52,6 +60,25 @@ def test_with_one_group_the_decision_is_in_the_reply_that_caused_it(client: Test
     assert client.get(f"{API}/plan").json() == reply["plan"]
     assert [alert["layer"] for alert in reply["alerts"]] == [BAD]
     assert client.get(f"{API}/alerts").json()["items"] == reply["alerts"]
+
+
+@pytest.mark.parametrize("mode", ["enforce", "advise"])
+def test_at_the_last_step_that_there_is_decisions_and_pins_are_made(
+    make_client: Any, post_to: Any, tmp_path: Any, mode: str
+) -> None:
+    last = 2**63 - 1
+    policy = tmp_path / "policy.toml"
+    policy.write_text("ttl_steps = 400\n", encoding="utf-8")
+    client = make_client(policy_file=str(policy))
+    assert post_to(client)(last - 300, error=0.5, mode=mode)["decisions"][0]["not_before_step"] == last - 299
+    reply = post_to(client, "other")(last, error=0.5, mode=mode)
+    assert {decision["not_before_step"] for decision in reply["decisions"]} == {last}
+    if mode == "advise":
+        for decision in (f"{run}-1" for run in ("demo", "other")):
+            assert client.post(f"/api/v1/decisions/{decision}:approve", json={}).status_code == 200
+        pin = {"layer": "blocks.5.mlp", "action": "bf16_fallback"}
+        assert client.put("/api/v1/runs/other/pins", json=pin).status_code == 200
+    assert client.get(f"{API}/plan").json()["entries"][0]["expires_step"] == last
 
 
 def test_the_plan_is_sent_only_to_a_client_with_an_older_one(post: Any) -> None:

@@ -165,6 +165,34 @@ def test_a_postgresql_store_of_the_first_schema_is_upgraded_with_its_data(
     store.close()
 
 
+@pytest.mark.parametrize("backend", ["sqlite", "postgresql"], indirect=True)
+def test_a_store_of_the_third_schema_goes_on_with_its_proposal(settings: Settings, documents: Any) -> None:
+    """Nothing of the baselines and the audit log that came after it is needed to act on what it holds."""
+    slots = documents.slots(8)
+    ill = [slot["layer"] == "blocks.0.mlp" and slot.get("gemm") == "dgrad" for slot in slots]
+    values = [
+        documents.values(slot, **({"sum_sq_err": 16384.0} if bad else {}))
+        for slot, bad in zip(slots, ill, strict=True)
+    ]
+    url = "/api/v1/runs/demo"
+    with TestClient(create_app(settings)) as client:
+        sample = documents.sample(4, slots, values, mode="advise")
+        (asked,) = client.post(f"{url}/samples", json=sample).json()["decisions"]
+    store = open_store(settings)
+    with store.write() as conn:
+        command.downgrade(migration_config(conn), "0003")
+        assert not {"baselines", "audit_log"} & {*inspect(conn).get_table_names()}
+    store.close()
+    with TestClient(create_app(settings)) as client:
+        (held,) = client.get(f"{url}/decisions").json()["items"]
+        assert (held["id"], held["state"], held["history"]) == (asked["id"], "proposed", [])
+        assert client.get(f"{url}/baselines").json()["items"] == []
+        approved = client.post(f"/api/v1/decisions/{asked['id']}:approve", json={"by": "ada"}).json()
+        assert [(act["what"], act["actor"]) for act in approved["history"]] == [("approved", "ada")]
+        reply = client.post(f"{url}/samples", json=documents.sample(5, slots, mode="advise")).json()
+        assert [entry["decision_id"] for entry in reply["plan"]["entries"]] == [asked["id"]]
+
+
 def _copy_first_schema(path: Path, conn: Connection) -> None:
     with sqlite3.connect(path) as database:
         database.executescript(FIRST_SCHEMA.read_text(encoding="utf-8"))

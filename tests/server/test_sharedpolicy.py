@@ -84,6 +84,27 @@ def test_runs_are_decided_on_by_it(
         assert reply["plan"]["entries"][0]["expires_step"] == 404
 
 
+def test_what_happens_to_the_file_later_touches_no_running_server(
+    tmp_path: Path, make_client: Callable[..., TestClient], documents: Any
+) -> None:
+    """Changed, broken, gone: samples are decided on by what was read at the start."""
+    path = Path(written(tmp_path, f'exclude = ["{LAYER}"]\n'))
+    client = make_client(policy_file=str(path))
+    slots = documents.slots(8)
+    ill = [slot["layer"] == LAYER and slot.get("gemm") == "dgrad" for slot in slots]
+    values = [
+        documents.values(slot, **({"sum_sq_err": 1e6} if bad else {}))
+        for slot, bad in zip(slots, ill, strict=True)
+    ]
+    for step, change in enumerate(
+        (lambda: path.write_text("exclude = []"), lambda: path.write_text("exclude = ["), path.unlink)
+    ):
+        change()
+        sample = documents.sample(step, slots, values, mode="enforce")
+        reply = client.post("/api/v1/runs/demo/samples", json=sample)
+        assert (reply.status_code, reply.json()["decisions"]) == (200, [])
+
+
 def test_a_store_without_one_has_the_defaults(settings: Settings) -> None:
     store = open_store(settings)
     with store.engine.connect() as conn:
