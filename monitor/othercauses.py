@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -94,24 +94,39 @@ def _norms(seen: Symptoms, held: Mapping[str, Any]) -> Iterator[Finding]:
             continue
         before = seen.series.median("gain_amax", module)
         jump = gain / before if before > 0 else math.nan
-        if jump >= GAIN_JUMP:
-            yield _norm_finding(seen, module, gain, before)
+        if jump < GAIN_JUMP or jump != jump:
+            continue
+        # What is told stays what it was while the gain is high: inputs and results come to be their own norm.
+        told = next((held[group] for cause in _OF_NORMS if (group := group_of(cause, module)) in held), None)
+        if told is not None:
+            yield _norm_finding(
+                seen, module, [told.said["layer"]], told.said["name"] == "norm-gain", gain, before
+            )
+            continue
+        fed = seen.grown_with(module)
+        energies = [value for layer in fed if (value := _energy_growth(seen, layer)) == value]
+        # Without a result nobody knows whether the weight behind the norm makes up for it.
+        if energies:
+            yield _norm_finding(seen, module, fed, max(energies) >= GAIN_JUMP, gain, before)
 
 
-def _norm_finding(seen: Symptoms, module: str, gain: float, before: float) -> Finding:
-    fed = seen.fed_by(module)
-    layer = fed[0] if fed else module
+_OF_NORMS = ("norm-gain", "outlier-channels")
+
+
+def _norm_finding(
+    seen: Symptoms, module: str, fed: Sequence[str], raw: bool, gain: float, before: float
+) -> Finding:
+    """raw: what it feeds is larger by as much in any precision."""
+    layer = fed[0]
     scale = 2.0 ** round(math.log2(gain / before))
-    energies = [value for layer in fed if (value := _energy_growth(seen, layer)) == value]
-    raw = not energies or max(energies) >= GAIN_JUMP
     said = f"the largest gain of norm {module!r} is {gain:.4g}, {gain / before:.3g} times its median of {before:.3g}"
     evidence = numbers(
         gain_amax=gain,
         gain_amax_median=before,
         gain_median=seen.scalar(module, "gain_median"),
         factor=scale,
-        energy_growth=max(energies, default=math.nan),
-        amax_growth=max((seen.amax_growth(layer, "x row") for layer in fed), default=math.nan),
+        energy_growth=max((e for each in fed if (e := _energy_growth(seen, each)) == e), default=math.nan),
+        amax_growth=max(seen.amax_growth(layer, "x row") for layer in fed),
     )
     common: dict[str, Any] = {
         "layer": layer,

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 MAIN = {"x": "x row", "w": "w tile", "dy": "dy row"}
 """The layout in which an operand is named."""
+INPUT_GROWN = 2.0
+"""amax over its median from which on an input has grown with the gain of the norm before it."""
 RELATIVE = ("amax-jump", "kurtosis-jump")
 """Rules about what a tensor is, not about what FP8 makes of it."""
 
@@ -131,11 +133,30 @@ class Symptoms:
     def fed_by(self, module: str) -> list[str]:
         """Layers that a norm or router feeds, as far as names tell: of its parent, or of what is named as it is (`mlp_norm`,
         `mlp`)."""
+        return self._named_as(module) or self._beside(module)
+
+    def grown_with(self, module: str) -> list[str]:
+        """Layers that a norm whose gain has jumped feeds: their inputs have grown with it.
+
+        Of those that are named as it is, or else of its parent, or else of all. Names alone decide only where no input tells.
+        """
+        named = self._named_as(module)
+        for among in (named, self._beside(module), self.layers):
+            growth = {layer: self.amax_growth(layer, "x row") for layer in among}
+            largest = max((value for value in growth.values() if math.isfinite(value)), default=0.0)
+            if largest >= INPUT_GROWN:
+                least = max(INPUT_GROWN, largest / 4.0)
+                return [layer for layer, value in growth.items() if value >= least]
+        return named
+
+    def _named_as(self, module: str) -> list[str]:
         parent, _, own = module.rpartition(".")
-        inside = [layer for layer in self.layers if layer.startswith(f"{parent}.")] if parent else []
         named = own.removesuffix("_norm").removesuffix("_layernorm")
-        close = [layer for layer in inside if layer.startswith(f"{parent}.{named}.")]
-        return close or inside
+        return [layer for layer in self.layers if parent and layer.startswith(f"{parent}.{named}.")]
+
+    def _beside(self, module: str) -> list[str]:
+        parent = module.rpartition(".")[0]
+        return [layer for layer in self.layers if parent and layer.startswith(f"{parent}.")]
 
     def first(self, layers: Iterable[str], *, forward: bool = True) -> str:
         """The earliest of them in the direction of the pass."""

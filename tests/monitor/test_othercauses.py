@@ -18,6 +18,8 @@ EVERY = [f"blocks.{block}.{linear}" for block in range(4) for linear in LINEARS]
 GAINS = {("blocks.1.mlp_norm", "gain_amax"): 1.1, ("blocks.1.mlp_norm", "gain_median"): 1.0}
 HIGH_GAINS = {("blocks.1.mlp_norm", "gain_amax"): 132.0, ("blocks.1.mlp_norm", "gain_median"): 1.0}
 DOWN = {("blocks.1.shared_down", "x row"): {"underflow_ratio": 0.3, "amax": 180.0}}
+GROWN = {(f"blocks.1.{linear}", "x row"): {"amax": 120.0} for linear in ("shared_up", "expert_up")}
+"""What the norm feeds; nothing in its name tells."""
 RAISED = {("blocks.1.shared_up", "fprop"): {"sum_sq": 3e6, "sum_sq_q": 3e6, "sum_sq_err": 3e6 * 0.035**2}}
 
 
@@ -25,9 +27,9 @@ def test_a_raw_norm_gain_is_not_fp8s_and_its_value_is_proposed(
     course: Any, followed: Any, causes: Any
 ) -> None:
     state, told, decisions = followed(
-        course([DOWN | RAISED] * 6, {"scalars": GAINS}, {"scalars": HIGH_GAINS})
+        course([GROWN | DOWN | RAISED] * 6, {"scalars": GAINS}, {"scalars": HIGH_GAINS})
     )
-    assert told == [(9, "norm-gain", "blocks.1.qkv")]
+    assert told == [(9, "norm-gain", "blocks.1.shared_up")]
     (said,) = causes(state)
     # 132 over a median of 1.1 is 120: the nearest power of two is 128.
     assert (said["kind"], said["value"]) == ("not-fp8", pytest.approx(132 / 128))
@@ -44,24 +46,41 @@ def test_a_raw_norm_gain_is_not_fp8s_and_its_value_is_proposed(
 def test_a_gain_that_the_next_weight_makes_up_for_is_fp8s_and_has_an_exact_cure(
     course: Any, followed: Any, causes: Any
 ) -> None:
-    _, told, decisions = followed(course([{}] * 6, {"scalars": GAINS}, {"scalars": HIGH_GAINS}))
-    assert told == [(9, "outlier-channels", "blocks.1.qkv")]
+    _, told, decisions = followed(course([GROWN] * 6, {"scalars": GAINS}, {"scalars": HIGH_GAINS}))
+    assert told == [(9, "outlier-channels", "blocks.1.shared_up")]
     assert decisions == []
-    state, *_ = followed(course([{}] * 2, {"scalars": GAINS}, {"scalars": HIGH_GAINS}))
+    state, *_ = followed(course([GROWN] * 2, {"scalars": GAINS}, {"scalars": HIGH_GAINS}))
     (said,) = causes(state)
     assert said["kind"] == "fp8"
     assert "fold the gain into the weight" in said["advice"]
 
 
+@pytest.mark.parametrize("module", ["blocks.1.n2", "blocks.1.post_attention_layernorm", "final_norm"])
+def test_who_a_norm_feeds_is_told_by_the_inputs_that_have_grown(
+    course: Any, followed: Any, module: str
+) -> None:
+    """Whatever it is called: an attention whose own results have grown meanwhile is none of its business."""
+    gains, high = ({"scalars": {(module, "gain_amax"): value}} for value in (1.1, 132.0))
+    other = {("blocks.1.o", "fprop"): {"sum_sq": 3e6, "sum_sq_q": 3e6, "sum_sq_err": 3e6 * 0.035**2}}
+    assert followed(course([GROWN | other] * 6, gains, high))[1] == [
+        (9, "outlier-channels", "blocks.1.shared_up")
+    ]
+    assert followed(course([GROWN | other | RAISED] * 6, gains, high))[1] == [
+        (9, "norm-gain", "blocks.1.shared_up")
+    ]
+    # No input has grown: what it feeds is not among what is observed.
+    assert followed(course([other] * 6, gains, high))[1] == []
+
+
 def test_a_loss_that_jumps_with_a_gain_follows_from_it(course: Any, followed: Any) -> None:
     loud = {(layer, "dy row"): {"amax": 11.0} for layer in EVERY}
     healthy = {"scalars": GAINS, "run": {"loss": 1.9, "gradient_norm": 0.8}}
-    seen = course([loud | DOWN | RAISED] * 6, healthy, {"scalars": HIGH_GAINS, "run": {"loss": 8.7}})
+    seen = course([loud | GROWN | DOWN | RAISED] * 6, healthy, {"scalars": HIGH_GAINS, "run": {"loss": 8.7}})
     _, told, decisions = followed(seen)
-    assert told == [(9, "norm-gain", "blocks.1.qkv")]
+    assert told == [(9, "norm-gain", "blocks.1.shared_up")]
     assert [made.rule for made in decisions] == ["norm-gain"]
     # Without the gain the same jump is the data's.
-    seen = course([loud | DOWN | RAISED] * 6, healthy, {"scalars": GAINS, "run": {"loss": 8.7}})
+    seen = course([loud | GROWN | DOWN | RAISED] * 6, healthy, {"scalars": GAINS, "run": {"loss": 8.7}})
     assert [cause for _, cause, _ in followed(seen)[1]] == ["data-spike"]
 
 
@@ -126,7 +145,9 @@ def test_what_is_told_stays_for_as_long_as_it_lasts_and_is_no_norm(
 ) -> None:
     last = [layer for layer in EVERY if layer.startswith("blocks.3.")]
     tokens = {(layer, "dy col"): {"underflow_ratio": 0.2} for layer in last}
-    state, told, decisions = followed(course([tokens] * 60, {"scalars": GAINS}, {"scalars": HIGH_GAINS}))
+    state, told, decisions = followed(
+        course([tokens | GROWN] * 60, {"scalars": GAINS}, {"scalars": HIGH_GAINS})
+    )
     assert [cause for _, cause, _ in told] == ["outlier-channels", "token-imbalance"]
     assert {said["name"] for said in causes(state)} == {"outlier-channels", "token-imbalance"}
     assert len(decisions) == 1
