@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 RULE = "late-nan"
 LAST_BLOCKS = 5
-"""How many blocks from the end: the seed's recipe for a NaN late in training. Public runs keep as many in BF16 from the start."""
+"""How many blocks from the end: what is often advised for a NaN late in training. Public runs keep as many in BF16 from the start."""
 GEMMS = ("fprop", "dgrad")
 """wgrad is a leaf: what is wrong there goes no further."""
 RECENT_SAMPLES, LONG_SAMPLES = 8, 64

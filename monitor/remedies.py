@@ -25,7 +25,7 @@ FLUCTUATING = "fluctuating"
 SPOKEN_FOR = (FLUCTUATING, "nonfinite-origin")
 """Causes for which other candidates speak."""
 SMOOTHING_BETA = 0.1
-"""g_s = beta g_s of the step before + (1 - beta) g, as the recipe in the seed has it; no other evidence is published."""
+"""g_s = beta g_s of the step before + (1 - beta) g, as the recipe goes; no evidence for it is published."""
 
 Breaches = Mapping[str, Breach]
 
