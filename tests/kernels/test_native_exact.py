@@ -90,6 +90,7 @@ class TestRowsOfProduct:
         assert (rows_of_product(odd, plain) is None) == (value != 3e38)
         assert rows_of_product(plain, plain * 2.0**-70) is None
         assert rows_of_product(plain, torch.zeros(40, 40)) is not None
+        assert rows_of_product(plain, torch.full((40, 40), 1e-41)) is None
 
     def test_other_dtypes_layouts_and_devices_are_left_to_torch(self) -> None:
         plain = torch.ones(8, 8)
