@@ -26,10 +26,10 @@ from fp8_safeguard.monitor.series import RECENT
 from fp8_safeguard.monitor.symptoms import Symptoms
 
 GAIN_JUMP = 8.0
-"""A norm's largest gain over its own median: healthy ones move by 2 % in 100 steps."""
+"""A norm's largest gain over its own median: healthy ones stay within 1 %."""
 QK_JUMP = 4.0
 QK_LOGIT = 30.0
-"""Below it attention is not hard: healthy logits reach 13."""
+"""Below it attention is not hard: healthy logits reach 16."""
 QK_LOGIT_HARD = 100.0
 """The level at which QK-Clip (Kimi K2) rescales the heads, however slowly it was reached."""
 QK_UNDERFLOW = 0.05
@@ -37,11 +37,11 @@ TOKEN_UNDERFLOW = 0.05
 TOKEN_LAYERS = 3
 """A change of domain brings 2 % of dy along tokens in four layers, token weights over six decades 20 % in six."""
 JUMP = 2.0
-"""Loss over its median for a data spike; a change of domain reaches 2.3, random bytes 3.2 to 5.5."""
+"""Loss over its median for a data spike; a change of domain reaches 3.5, random bytes 3.2 to 5.5."""
 SPIKE = 3.5
 DEVIATIONS = 6.0
 TOGETHER = 4.0
-"""Largest gradient over its median, in the middle one of all layers: 2.7 with a change of domain, 5.8 to 11 in a spike."""
+"""Largest gradient over its median, in the middle one of all layers: 3.9 with a change of domain, 5.8 to 11 in a spike."""
 UNLIKE = 0.35
 """log of the energy of the results over its median, in the middle layer, either way: 0.1 with a change of domain."""
 ALIVE_SHARE, ALIVE_MEDIAN = 0.05, 0.1
@@ -349,7 +349,7 @@ def _routers(seen: Symptoms, held: Mapping[str, Any], explained: set[str | None]
         alive = len(window) == RECENT and min(window) >= ALIVE_SHARE and median(window) >= ALIVE_MEDIAN
         # What dwindles first is the router's own doing: a change of domain does that.
         before = [share for share in seen.series.window("least_load", module) if share > 0.0]
-        alive = alive and (not before or before[-1] >= ALIVE_SHARE)
+        alive = alive and (not before or before[-1] >= max(ALIVE_SHARE, median(window) / 2.0))
         known = group_of("starved-expert", module) in held
         if not explained.isdisjoint(fed) or not (alive or known):
             continue

@@ -211,9 +211,10 @@ def test_an_expert_that_had_its_share_and_gets_nothing_is_starved(course: Any, f
     falling = [replace(course([])[0], step=at, **router(share)) for at, share in enumerate(shares)]
     assert followed(falling)[1] == []
     # Nor one that comes down within a few, with a token now and then, as after a change of domain.
-    dwindling = [0.42] * 12 + [0.4, 0.16, 0.03, 0.1, 0.01, *[0.0] * 9, 0.02, *[0.0] * 10]
-    falling = [replace(course([])[0], step=at, **router(share)) for at, share in enumerate(dwindling)]
-    assert followed(falling)[1] == []
+    for last in ([0.03, 0.1, 0.01, *[0.0] * 9, 0.02], [0.06, *[0.0] * 8, 0.08]):
+        dwindling = [0.42] * 12 + [0.4, 0.3, 0.26, 0.16, *last, *[0.0] * 10]
+        falling = [replace(course([])[0], step=at, **router(share)) for at, share in enumerate(dwindling)]
+        assert followed(falling)[1] == []
 
 
 def shaken(after: int) -> list[dict[str, Any]]:
