@@ -77,6 +77,7 @@ def approve(
     body = {"all_of_remedy": True} if all_of_remedy else {}
     item = act(server, token, f"/decisions/{in_path(decision)}:approve", by, **body)
     print_decision(item, as_json)
+    say_of_advice(item)
     if item.get("waiting"):
         others = ", ".join(item["waiting"])
         say(f"Of the same remedy these wait: {others}. Approve them, too; --all-of-remedy does it at once.")
@@ -87,7 +88,9 @@ def reject(
     decision: DecisionId, by: By = None, server: Server = None, token: Token = None, as_json: Json = False
 ) -> None:
     """Refuse a proposed decision."""
-    print_decision(act(server, token, f"/decisions/{in_path(decision)}:reject", by), as_json)
+    item = act(server, token, f"/decisions/{in_path(decision)}:reject", by)
+    print_decision(item, as_json)
+    say_of_advice(item)
 
 
 @decision.command()
@@ -134,6 +137,14 @@ def print_alert(item: Item, as_json: bool) -> None:
         notes.append(f"silenced until {item['silenced_until']}")
     about = item.get("layer") or "the run"
     typer.echo(printable(f"Alert {item['id']} ({item.get('rule')}, {about}): {', '.join(notes)}"))
+
+
+def say_of_advice(item: Item) -> None:
+    """That an answer to advice is for the record: nobody waits for it, and no plan holds it."""
+    if item["action"] == "advice":
+        say(
+            f"It is advice, for people: your answer is noted, the plan stays as it is. It said: {item['reason']}"
+        )
 
 
 def print_decision(item: Item, as_json: bool) -> None:

@@ -174,6 +174,8 @@ class Api:
             text = f"{self.server} sends on to {printable(elsewhere)} ({status}); give that address with --server"
         elif not kind:
             text += "; is it an fp8-safeguard server?"
+        if kind == "mode-conflict" and problem.get("run"):
+            text += f". That is: `fp8-safeguard run mode {printable(str(problem['run']))} advise`"
         if status in (401, 403) and kind != "cross-origin":
             text += f". {self._about_tokens(scope)}"
         return ApiError(text, status=status, kind=kind)

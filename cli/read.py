@@ -1,5 +1,6 @@
 """The reading commands: runs, status, layers, alerts, decisions, plan, audit."""
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -103,6 +104,8 @@ def layers(
         fp8-safeguard layers my-run --limit 10
         fp8-safeguard layers --state unstable --q mlp --json
     """
+    from fp8_safeguard.dashboards.view import follows_words
+
     with asking(server, database_url, token, run) as (asked, name):
         items = asked.layers(name, limit=limit, state=state, q=q, order_by=order_by)
     columns: Columns = {
@@ -112,6 +115,7 @@ def layers(
         "metric": lambda item: (item.get("worst") or {}).get("metric"),
         "value": lambda item: (item.get("worst") or {}).get("value"),
         "limit": lambda item: (item.get("worst") or {}).get("threshold"),
+        "note": follows_words,
     }
     titles = {None: "layers, worst first", "severity": "layers, worst first", "layer": "layers, model order"}
     answer(f"{name}: {titles.get(order_by, f'layers, by {order_by}')}", items, columns, as_json)
@@ -323,6 +327,10 @@ def facts_line(facts: Item) -> str:
     return ""
 
 
+_CHANGES = {"format": "format change", "gradient_smoothing": "smoothed gradient"}
+"""Entries of a plan that leave precision and scales alone, in words."""
+
+
 def plan_line(plan: Item, budget_used: float | None) -> str:
     """The plan in one line."""
     entries = plan["entries"]
@@ -330,10 +338,12 @@ def plan_line(plan: Item, budget_used: float | None) -> str:
         return f"version {plan['version']}, no deviation from the configured precision"
     fallen = {entry["layer"] for entry in entries if entry["action"] == "bf16_fallback"}
     parts = [f"{len(fallen)} layer{'' if len(fallen) == 1 else 's'} in BF16"] if fallen else []
-    others = sum(entry["action"] != "bf16_fallback" for entry in entries)
-    parts += [f"{others} other changes"] if others else []
+    actions = [entry["action"] for entry in entries if entry["action"] != "bf16_fallback"]
+    others = Counter(_CHANGES.get(action, "scale change") for action in actions)
+    parts += [f"{count} {change}{'' if count == 1 else 's'}" for change, count in others.items()]
     used = f", {budget_used:.0%} of the fallback budget" if budget_used else ""
-    return f"version {plan['version']}, {' and '.join(parts)}{used}"
+    listed = " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
+    return f"version {plan['version']}, {listed}{used}"
 
 
 def alert_note(item: Item) -> str:

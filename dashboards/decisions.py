@@ -51,6 +51,8 @@ class DecisionRow:
     step: int
     when: str
     actor: str
+    asks: bool
+    """Whether it waits for a person's answer; advice waits for none."""
     acts: tuple[str, ...]
     """Of approve, reject, revert: those that its state and the run's mode allow."""
     cause: CauseView | None
@@ -79,7 +81,7 @@ def _decision_row(item: Mapping[str, Any], mode: str, group: Sequence[Mapping[st
     action = ACTION_WORDS.get(str(item["action"]), str(item["action"]).replace("_", " "))
     reason = str(item.get("reason") or "")
     cause = cause_of(item)
-    waiting = [one for one in group if one["state"] == "proposed" and one["action"] != "advice"]
+    waiting = [one for one in group if _asks(one)]
     return DecisionRow(
         id=str(item["id"]),
         layer=layer,
@@ -88,12 +90,13 @@ def _decision_row(item: Mapping[str, Any], mode: str, group: Sequence[Mapping[st
         reason=reason.removeprefix(f"{layer!r}: ").removeprefix(f"{layer}: ").replace(" %", "\u00a0%"),
         evidence=tuple(_evidence(item.get("evidence") or {})),
         state=state,
-        state_words=STATE_WORDS.get(state, state),
+        state_words=_state_words(state, str(item["action"])),
         tone=STATE_TONES.get(state, "ended"),
         step=step,
         when=f"decided at step {step:,}"
         + ("" if effective is None else f", effective from step {int(effective):,}"),
         actor=str(item.get("actor") or "policy"),
+        asks=_asks(item),
         acts=(acts := _acts(state, str(item["action"]), mode)),
         cause=None if cause is None else cause_view(cause),
         outcome=str(item.get("outcome") or ""),
@@ -101,6 +104,13 @@ def _decision_row(item: Mapping[str, Any], mode: str, group: Sequence[Mapping[st
         waiting=len(waiting) if len(waiting) > 1 and waiting[0] is item and "approve" in acts else 0,
         remedy=_remedy_words(item, len(group)),
     )
+
+
+def _state_words(state: str, action: str) -> str:
+    if action == "advice" and state in ("proposed", "approved"):
+        # No trainer is ever sent it.
+        return "for people, no answer is needed" if state == "proposed" else "taken up"
+    return STATE_WORDS.get(state, state)
 
 
 def _remedy_words(item: Mapping[str, Any], shown: int) -> str:
@@ -125,6 +135,10 @@ def _history(acts: Iterable[Mapping[str, Any]]) -> Iterable[str]:
         outcome = (act.get("facts") or {}).get("outcome")
         said = f": {outcome}" if outcome else ""
         yield f"{at} UTC: {act.get('what')}{step} by {act.get('actor')}{said}"
+
+
+def _asks(item: Mapping[str, Any]) -> bool:
+    return str(item["state"]) == "proposed" and str(item["action"]) != "advice"
 
 
 def _acts(state: str, action: str, mode: str) -> tuple[str, ...]:

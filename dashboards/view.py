@@ -41,6 +41,8 @@ class LayerRow:
     step: str
     precision: str
     metric: str
+    note: str
+    """Which layer its trouble follows from; empty where that is not known, or is this one."""
 
 
 def number(value: Any) -> float | None:
@@ -62,7 +64,7 @@ def ending_of(detail: Mapping[str, Any]) -> str:
 
 def run_stats(detail: Mapping[str, Any]) -> list[Stat]:
     """The numbers of the status header, in reading order."""
-    step, overhead = detail.get("last_step"), number(detail.get("overhead_ratio"))
+    step = detail.get("last_step")
     return [
         Stat(
             label="step", value="–" if step is None else f"{step:,}", meaning="last optimizer step reported"
@@ -81,12 +83,19 @@ def run_stats(detail: Mapping[str, Any]) -> list[Stat]:
             meaning="share of the BF16 fallback budget in use, counted in GEMM FLOPs",
         ),
         Stat(label="mode", value=str(detail.get("mode") or "–"), meaning="observe, advise or enforce"),
-        Stat(
-            label="overhead",
-            value=_percent(overhead),
-            meaning="time the monitor adds to a training step, as the trainer reports it",
-        ),
+        _overhead(detail),
     ]
+
+
+def _overhead(detail: Mapping[str, Any]) -> Stat:
+    """The run's figure, which the budget is about and the section on coverage repeats; else the newest sample's."""
+    of_run = number((detail.get("sampling") or {}).get("overhead_ratio"))
+    since = "so far" if of_run is not None else "since the sample before the last"
+    return Stat(
+        label="overhead",
+        value=_percent(number(detail.get("overhead_ratio")) if of_run is None else of_run),
+        meaning=f"share of the training time {since} that the monitor takes, as the trainer reports it",
+    )
 
 
 def alert_words(counts: Mapping[str, int]) -> str:
@@ -146,7 +155,14 @@ def _layer_row(item: Mapping[str, Any]) -> LayerRow:
         step="–" if step is None else f"{step:,}",
         precision=precision_words(item.get("precision") or {}),
         metric=metric,
+        note=follows_words(item),
     )
+
+
+def follows_words(item: Mapping[str, Any]) -> str:
+    """Where the non-finite values of a layer come from: "follows from 'blocks.3.up'"; empty where nothing is known."""
+    origin = item.get("follows_from")
+    return "" if origin is None else f"follows from {str(origin)!r}"
 
 
 def slot_words(place: Mapping[str, Any]) -> str:

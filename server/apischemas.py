@@ -229,6 +229,7 @@ SCHEMAS: dict[str, Schema] = {
         {
             "layer": TEXT,
             "state": one_of(LAYER_STATES),
+            "follows_from": {**maybe(TEXT), "description": "The layer that its non-finite values began in."},
             "worst": maybe(ref("Reading")),
             "precision": record("What each gemm computes in.", dict.fromkeys(GEMMS, TEXT)),
         },

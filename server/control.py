@@ -182,6 +182,7 @@ def _refuse_observing(run: Row[Any]) -> None:
             409,
             "mode-conflict",
             f"run {run.name!r} is only observed, its plan does not change; PATCH its mode to advise or enforce first",
+            run=run.name,
         )
 
 

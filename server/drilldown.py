@@ -11,11 +11,11 @@ from sqlalchemy import Connection, Row, func, select
 from fp8_safeguard.monitor.baseline import Baseline
 from fp8_safeguard.monitor.budget import fallbacks
 from fp8_safeguard.monitor.formats import get_format
+from fp8_safeguard.monitor.nonfinite import RULE as NON_FINITE
 from fp8_safeguard.monitor.numbers import decode_number
 from fp8_safeguard.monitor.plan import Plan
 from fp8_safeguard.monitor.precision import BF16, FP8, precisions_of
 from fp8_safeguard.monitor.slots import GEMMS, Slot
-from fp8_safeguard.server.alertlog import UNRESOLVED, standing_of
 from fp8_safeguard.server.audit import plan_from
 from fp8_safeguard.server.auditview import alert_item, decision_item
 from fp8_safeguard.server.baselines import chosen
@@ -34,7 +34,7 @@ from fp8_safeguard.server.drilldown_slots import (
     newest_parts,
     worst_experts,
 )
-from fp8_safeguard.server.layerview import layer_state
+from fp8_safeguard.server.layerview import layer_standings, layer_state
 from fp8_safeguard.server.problems import Problem, not_found
 from fp8_safeguard.server.runlookup import find_run
 from fp8_safeguard.server.store import freshness_of
@@ -61,6 +61,7 @@ def layer_document(conn: Connection, run: str, layer: str) -> dict[str, Any]:
     plan = plan_from(row)
     precision = _precision_now(plan, layer, readings)
     worst = worst_reading(row.preset, fresh, chosen(conn, row))
+    standings, passed_on = layer_standings(conn, row, plan)
     return {
         "run": run,
         "mode": row.mode,
@@ -69,9 +70,7 @@ def layer_document(conn: Connection, run: str, layer: str) -> dict[str, Any]:
             sampled=bool(fresh),
             judged=worst is not None,
             fallen=any(place[0] == layer for place in fallbacks(plan)),
-            standings={
-                standing_of(alert, alert["state"], plan) for alert in raised if alert["state"] in UNRESOLVED
-            },
+            standings=standings.get(layer, set()) | (passed_on if _holds_nonfinite(fresh) else set()),
         ),
         "precision": precision,
         "worst": worst,
@@ -88,6 +87,11 @@ def layer_document(conn: Connection, run: str, layer: str) -> dict[str, Any]:
         "precision_history": precision_history(spans, span[0], precision),
         "adjustments": [span for span in spans if span["action"] != "bf16_fallback"],
     }
+
+
+def _holds_nonfinite(readings: Iterable[tuple[Slot, Mapping[str, Any]]]) -> bool:
+    counts = (decode_number(reading["metrics"].get(NON_FINITE.metric)) for _, reading in readings)
+    return any(count is not None and count > 0 for count in counts)
 
 
 def _readings(conn: Connection, row: Row[Any], known: Known, layer: str) -> list[tuple[Slot, dict[str, Any]]]:

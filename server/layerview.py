@@ -1,7 +1,7 @@
 """The layers of a run with their state, worst reading and precision."""
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -49,7 +49,8 @@ def layers(
     rows = layer_rows(conn, row, upto=at["upto"])
     if order_by in ("severity", "-severity"):
         troubled = _troubled(conn, row, at["upto"])
-        rows.sort(key=lambda item: _severity(item[0], item[1], troubled))
+        origins = _origins(conn, row, at["upto"])
+        rows.sort(key=lambda item: _severity(item[0], item[1], troubled, origins))
     elif order_by == "name":
         rows.sort(key=lambda item: str(item[0]["layer"]))
     matching = [
@@ -65,46 +66,68 @@ def layers(
     return {"items": [item for _, item in shown], "next_page_token": token}
 
 
-def _severity(item: dict[str, Any], reading: Reading | None, troubled: dict[str, str]) -> tuple[int, float]:
-    """Worst first: trouble that is there, by the alerts or in the newest values, before what is only near its limit."""
-    broken = reading is not None and reading.metric == NON_FINITE.metric
-    severity = "act" if broken else troubled.get(item["layer"], "")
-    return ("act", "watch", "").index(severity), -reading.excess if reading else 1.0
+def _severity(
+    item: dict[str, Any], reading: Reading | None, troubled: dict[str, str], origins: Sequence[str]
+) -> tuple[int, int, float]:
+    """Worst first: trouble that is there, by the alerts or in the newest values, before what is only near its limit.
+
+    Where non-finite values begin comes before the layers that hold them because of it.
+    """
+    broken, layer = _is_broken(reading), item["layer"]
+    severity = "act" if broken else troubled.get(layer, "")
+    place = origins.index(layer) if broken and layer in origins else len(origins)
+    return ("act", "watch", "").index(severity), place, -reading.excess if reading else 1.0
+
+
+def _is_broken(reading: Reading | None) -> bool:
+    """Whether the newest values of a layer hold NaN or Inf."""
+    return reading is not None and reading.metric == NON_FINITE.metric
+
+
+def _open_then(row: Row[Any], upto: int) -> tuple[Any, ...]:
+    """Which alerts of layers were open at a step: pages must not shift."""
+    then = (alerts.c.raised_step <= upto, alerts.c.layer.is_not(None))
+    return (alerts.c.run_id == row.id, *then, (alerts.c.state == "open") | (alerts.c.resolved_step > upto))
 
 
 def _troubled(conn: Connection, row: Row[Any], upto: int) -> dict[str, str]:
-    """The severity of the open alerts of each layer that has any, as they were at a step: pages must not shift."""
-    then = (alerts.c.raised_step <= upto, alerts.c.layer.is_not(None))
-    open_then = (alerts.c.state == "open") | (alerts.c.resolved_step > upto)
-    query = select(alerts.c.layer, alerts.c.severity).where(alerts.c.run_id == row.id, *then, open_then)
+    """The severity of the open alerts of each layer that has any, as they were at a step."""
+    query = select(alerts.c.layer, alerts.c.severity).where(*_open_then(row, upto))
     # "act" goes over "watch".
     found = conn.execute(query.order_by(alerts.c.severity.desc()))
     return {alert.layer: alert.severity for alert in found}
 
 
-def layer_rows(
-    conn: Connection, row: Row[Any], upto: int | None = None
-) -> list[tuple[dict[str, Any], Reading | None]]:
+def _origins(conn: Connection, row: Row[Any], upto: int) -> list[str]:
+    """The layers in which non-finite values began, by the alerts that were open at a step, the first before the others."""
+    query = select(alerts.c.layer).where(*_open_then(row, upto), alerts.c.rule == NON_FINITE.rule)
+    return list(dict.fromkeys(conn.execute(query.order_by(alerts.c.first_step, alerts.c.id)).scalars()))
+
+
+def layer_rows(conn: Connection, row: Row[Any], upto: int) -> list[tuple[dict[str, Any], Reading | None]]:
     """Every layer in slot order, with the reading that its order of severity follows."""
     latest = load_latest(conn, row, upto)
     worst = latest.worst_by_layer()
     plan = plan_from(row)
     precision = precision_of(latest, plan)
     fallen = {layer for layer, _ in fallbacks(plan)}
-    standings = _standings(conn, row, plan)
+    standings, passed_on = layer_standings(conn, row, plan)
+    origins = _origins(conn, row, upto)
     sampled = _sampled_layers(latest)
     ever = layers_of(of_run(conn, row.id))
     rows = []
     for layer in ever:
         reading = worst.get(layer)
+        broken = _is_broken(reading)
         item = {
             "layer": layer,
             "state": layer_state(
                 sampled=layer in sampled,
                 judged=reading is not None,
                 fallen=layer in fallen,
-                standings=standings.get(layer, ()),
+                standings=standings.get(layer, set()) | (passed_on if broken else set()),
             ),
+            "follows_from": origins[0] if broken and origins and layer not in origins else None,
             "worst": None if reading is None else _worst(reading),
             "precision": precision.get(layer, dict.fromkeys(GEMMS, FP8)),
         }
@@ -153,13 +176,25 @@ def precision_of(latest: Latest, plan: Plan) -> dict[str, dict[str, str | None]]
     return found
 
 
-def _standings(conn: Connection, row: Row[Any], plan: Plan) -> dict[str, set[str]]:
+def layer_standings(conn: Connection, row: Row[Any], plan: Plan) -> tuple[dict[str, set[str]], set[str]]:
+    """What `standing_of` says of each layer's alerts, and of all that hold non-finite values."""
     found: dict[str, set[str]] = {}
+    nonfinite: set[str] = set()
     for alert in unresolved(conn, row.id):
         if alert.layer is not None:
             standing = standing_of(json.loads(alert.body), alert.state, plan)
             found.setdefault(alert.layer, set()).add(standing)
-    return found
+            if alert.rule == NON_FINITE.rule:
+                nonfinite.add(standing)
+    return found, spreading(nonfinite)
+
+
+def spreading(standings: Collection[str]) -> set[str]:
+    """What holds of every layer that holds non-finite values, from the alerts on where they began.
+
+    One that only passes them on is in trouble as their origin is; without such an alert it is worth watching, never healthy.
+    """
+    return {"act"} if "act" in standings else {"watch"}
 
 
 def _worst(reading: Reading) -> dict[str, Any]:

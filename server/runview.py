@@ -1,12 +1,15 @@
 """Runs as people see them: state, verdict, last values."""
 
 import json
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
 from sqlalchemy import Connection, Row, func, select
 
+from fp8_safeguard.dashboards.incidents import fold
 from fp8_safeguard.monitor.budget import fallbacks
 from fp8_safeguard.monitor.numbers import decode_number, encode_number, worse
 from fp8_safeguard.monitor.runwatch import LOSS
@@ -18,6 +21,7 @@ from fp8_safeguard.server.causes import standing_causes
 from fp8_safeguard.server.clientreports import sampling_of
 from fp8_safeguard.server.paging import DEFAULT_PAGE, decode_token, encode_token
 from fp8_safeguard.server.runlookup import find_run
+from fp8_safeguard.server.slotlists import layers_of, of_run
 from fp8_safeguard.server.store import freshness_of
 from fp8_safeguard.server.tables import attempts, decisions, runs, samples
 from fp8_safeguard.server.verdict import Situation, is_broken, verdict_of
@@ -29,8 +33,10 @@ RUN_STATES = ("healthy", "watch", "unstable", "fallback", "stale", "ended")
 class Health:
     """What the open alerts and the plan say about a run."""
 
-    worst_alert: dict[str, Any] | None
-    """The one to look at first; of what the plan covers, none."""
+    worst_alerts: tuple[dict[str, Any], ...]
+    """Those to look at first, the oldest before the others that weigh as much; of what the plan covers, none."""
+    unresolved: tuple[dict[str, Any], ...]
+    """All, those that the plan covers among them, each with its state."""
     severities: frozenset[str]
     """Of alerts that nothing covers, the silenced ones among them: silence heals nothing."""
     fallbacks: int
@@ -90,22 +96,38 @@ def health_of(conn: Connection, row: Row[Any]) -> Health:
     now = freshness_of(conn)[0]
     found = unresolved(conn, row.id)
     plan = plan_from(row)
-    bodies = {alert.id: {**json.loads(alert.body), "id": alert.id} for alert in found}
+    bodies = {alert.id: {**json.loads(alert.body), "id": alert.id, "state": alert.state} for alert in found}
     held = {alert.id for alert in found if standing_of(bodies[alert.id], alert.state, plan) == "held"}
     open_alerts = [alert for alert in found if alert.id not in held]
     # "act" sorts before "watch"; among equals a layer, and of those the oldest, is the cause to look at first.
-    ranked = sorted(
-        open_alerts,
-        key=lambda alert: (is_silenced(alert.silenced_until, now), alert.severity, alert.layer is None),
-    )
+    weights = [
+        (is_silenced(alert.silenced_until, now), alert.severity, alert.layer is None) for alert in open_alerts
+    ]
+    first = min(weights, default=None)
+    worst = [alert for alert, weight in zip(open_alerts, weights, strict=True) if weight == first]
     what_ifs = (bodies[alert.id] for alert in found if alert.id in held and bodies[alert.id].get("what_if"))
     return Health(
-        worst_alert=bodies[ranked[0].id] if ranked else None,
+        worst_alerts=tuple(bodies[alert.id] for alert in worst),
+        unresolved=tuple(bodies.values()),
         severities=frozenset(alert.severity for alert in open_alerts),
         fallbacks=len({layer for layer, _ in fallbacks(plan)}),
         what_if=next(what_ifs, None),
         loss_alert=next((bodies[alert.id] for alert in open_alerts if alert.rule == LOSS.rule), None),
     )
+
+
+def _explained(conn: Connection, row: Row[Any], health: Health, causes: Sequence[Any]) -> dict[int, int]:
+    """The place of the cause that each unresolved alert follows from, by the alert's id."""
+    if not causes:
+        return {}
+    groups = fold(causes, health.unresolved, layers_of(of_run(conn, row.id)))
+    return {alert["id"]: place for place, group in enumerate(groups) for alert in group}
+
+
+def _told(health: Health, explained: Mapping[int, int]) -> dict[str, Any] | None:
+    """The alert that the verdict tells: of those that weigh as much, one with a cause, and of those the oldest."""
+    # The first of equals is kept, and that is the oldest.
+    return min(health.worst_alerts, key=lambda alert: explained.get(alert["id"], math.inf), default=None)
 
 
 def _advice(conn: Connection, row: Row[Any], alert: dict[str, Any] | None) -> str | None:
@@ -171,12 +193,14 @@ def detail_of(conn: Connection, row: Row[Any]) -> dict[str, Any]:
     lost = state == "ended" and is_broken(last["loss"])
     condition = "unstable" if lost else health.state
     causes = standing_causes(conn, row, newest)
+    explained = _explained(conn, row, health, causes)
+    worst_alert = _told(health, explained)
     verdict = verdict_of(
         Situation(
             state=state,
             health=condition,
             mode=row.mode,
-            worst_alert=health.worst_alert,
+            worst_alert=worst_alert,
             what_if=health.what_if,
             plan=json.loads(row.plan),
             silent_seconds=freshness_of(conn)[0] - row.last_report_at,
@@ -187,8 +211,9 @@ def detail_of(conn: Connection, row: Row[Any]) -> dict[str, Any]:
             groups=newest.groups,
             loss=last["loss"],
             loss_alert=health.loss_alert,
-            advice=_advice(conn, row, health.worst_alert),
+            advice=_advice(conn, row, worst_alert),
             causes=causes,
+            explained=explained,
         )
     )
     return {

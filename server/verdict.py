@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fp8_safeguard.dashboards.causes import CAUSES, cause_view, cause_words
@@ -44,6 +44,8 @@ class Situation:
     """What the policy advises about the worst alert where it has nothing to switch."""
     causes: Sequence[Mapping[str, Any]] = ()
     """The causes that stand, the one to look at first before the others."""
+    explained: Mapping[Any, int] = field(default_factory=dict)
+    """By the id of an alert the place, among the causes, of the one that it follows from."""
 
 
 def verdict_of(now: Situation) -> dict[str, str]:
@@ -59,7 +61,7 @@ def verdict_of(now: Situation) -> dict[str, str]:
 
 def _with_cause(now: Situation, why: str, then: str) -> tuple[str, str]:
     """With the cause that stands: in front where it is not FP8's, so that nobody looks for a precision that helps."""
-    cause = next(iter(now.causes), None)
+    cause = next((cause for cause in now.causes if _speaks_of(now, cause)), None)
     if cause is None or cause["name"] == "nonfinite-origin":
         # Where non-finite values begin is what the alert says already, and whether a precision helps.
         return why, then
@@ -67,11 +69,39 @@ def _with_cause(now: Situation, why: str, then: str) -> tuple[str, str]:
     others = len(now.causes) - 1
     more = f" (and {others} more cause{'' if others == 1 else 's'})" if others else ""
     if view.kind == "fp8":
-        return f"{why}; cause: {cause_words(cause)}{more}", then
+        about = _alert_told(now)
+        elsewhere = about is not None and cause.get("layer") not in (None, about.get("layer"))
+        where = f" of layer {cause['layer']!r}" if elsewhere else ""
+        return f"{why}; cause: {cause_words(cause)}{where}{more}", then
     # What nothing is wrong with in FP8 is no reassurance where something else is.
     told = f"{view.kind_words}: {view.summary or view.title}{more}; {'in FP8 ' if now.state == 'healthy' else ''}{why}"
     what = view.advice or (CAUSES[view.name].helps if view.name in CAUSES else then)
     return told, f"{what}; no precision helps" if view.kind == "not-fp8" else what
+
+
+def _speaks_of(now: Situation, cause: Mapping[str, Any]) -> bool:
+    """Whether a cause belongs to what the verdict tells: an alert that follows from it, or what the plan holds.
+
+    What is not FP8's goes before any verdict on FP8, so it always does.
+    """
+    if cause.get("kind") != "fp8":
+        return True
+    about = _alert_told(now)
+    if about is None:
+        return bool(_held_by(now.plan) & set(cause["decisions"]))
+    place = now.explained.get(about.get("id"))
+    return place is not None and now.causes[place] is cause
+
+
+def _alert_told(now: Situation) -> Mapping[str, Any] | None:
+    """The alert that the sentence of an unstable or watched run is about."""
+    if now.state not in ("unstable", "watch"):
+        return None
+    return now.worst_alert if now.worst_alert is not None else now.what_if
+
+
+def _held_by(plan: Sequence[Mapping[str, Any]]) -> set[Any]:
+    return {entry.get("decision_id") for entry in plan}
 
 
 def _refused(now: Situation) -> str:
@@ -94,9 +124,20 @@ def _verdict(now: Situation) -> tuple[str, str]:
     if now.state == "fallback":
         return (
             f"the plan holds a fault: {_deviations(now.plan)}; the map goes on showing what FP8 would do",
-            "find the cause in the decisions; a gemm returns to FP8 once its numbers are healthy again",
+            f"{_where_cause(now)}; a gemm returns to FP8 once its numbers are healthy again",
         )
-    return "every judged slot is within its thresholds", "nothing to do"
+    held = f"; the plan holds {_deviations(now.plan)}" if now.plan else ""
+    return f"every judged slot is within its thresholds{held}", "nothing to do"
+
+
+def _where_cause(now: Situation) -> str:
+    """What to look at behind a fault that the plan holds: its cause, where one is named."""
+    held = _held_by(now.plan)
+    cause = next((cause for cause in now.causes if held & set(cause["decisions"])), None)
+    if cause is None:
+        return "find the cause in the decisions"
+    view = cause_view(cause)
+    return f"look at the cause: {view.summary or cause_words(cause)} ({', '.join(cause['decisions'])})"
 
 
 def _ended(now: Situation) -> tuple[str, str]:
@@ -190,6 +231,8 @@ def _next_step(now: Situation) -> str:
     if remedy is not None:
         return remedy
     if now.state == "watch":
+        if now.plan:
+            return f"watch it; what is decided and in force, {_deviations(now.plan)}, stays so meanwhile"
         return "watch it: nothing is decided on this alone"
     if now.mode == "enforce":
         return "the policy acts by itself; look at the decisions"

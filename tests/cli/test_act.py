@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from fp8_safeguard.monitor import policy
+from fp8_safeguard.monitor.plan import Decision, Target
 from fp8_safeguard.server import deciding
 from fp8_safeguard.server.serve import running_server
 from fp8_safeguard.server.settings import Settings
@@ -140,6 +141,44 @@ def test_all_of_a_remedy_is_approved_at_once(cli: Callable[..., Any]) -> None:
     assert (said.code, said.err) == (0, "")
     assert cli("decisions", "--state", "proposed").out == "r1: no decisions.\n"
     assert {entry["decision_id"] for entry in cli("plan", "--json").json["entries"]} == set(ids)
+
+
+@pytest.fixture
+def advising(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A policy that gives people one piece of advice, and decides nothing else."""
+
+    def decide(state: Any, step: Any, config: Any) -> Any:
+        made = Decision(
+            id=f"{config.run}-{state.decisions_made + 1}",
+            run=config.run,
+            step=step.step,
+            layer="blocks.0.mlp.up",
+            target=Target(),
+            action="advice",
+            rule="norm-gain",
+            reason="the gain is 18.2; set it back to 1.14",
+            mode=config.mode,
+            state="proposed",
+            not_before_step=step.step + 1,
+        )
+        after = replace(state, last_step=step.step, decisions_made=state.decisions_made + 1)
+        return after, (made,)
+
+    monkeypatch.setattr(deciding, "decide", decide)
+
+
+@pytest.mark.usefixtures("advising", "server")
+@pytest.mark.parametrize(("answer", "state"), [("approve", "approved"), ("reject", "rejected")])
+def test_an_answer_to_advice_says_that_nothing_was_switched(
+    cli: Callable[..., Any], answer: str, state: str
+) -> None:
+    said = cli("decision", answer, "r1-1")
+    assert (said.code, said.out.endswith(f"{state}\n")) == (0, True)
+    assert said.err == (
+        "It is advice, for people: your answer is noted, the plan stays as it is. "
+        "It said: the gain is 18.2; set it back to 1.14\n"
+    )
+    assert cli("plan", "--json").json["entries"] == []
 
 
 @pytest.mark.usefixtures("paired", "server")

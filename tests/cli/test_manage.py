@@ -106,6 +106,7 @@ def test_what_the_server_refuses_to_pin_is_said(cli: Callable[..., Any]) -> None
     said = cli("run", "pin", "r1", "blocks.0.mlp.up", "--action", "bf16_fallback")
     assert said.code == 1
     assert "only observed" in said.err
+    assert said.err.endswith("`fp8-safeguard run mode r1 advise`\n")
     said = cli("run", "pin", "r1", "blocks.0.mlp.up", "--action", "format", "--value", "fp4")
     assert said.code == 2
     assert "e4m3, e5m2" in said.err

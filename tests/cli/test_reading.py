@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fp8_safeguard.cli.main import app
+from fp8_safeguard.cli.read import plan_line
 from fp8_safeguard.server.serve import running_server
 from fp8_safeguard.server.settings import Settings
 
@@ -87,6 +88,23 @@ def test_alerts_lists_the_open_alert(server: str) -> None:
     assert [(item["rule"], item["layer"]) for item in json.loads(out)["items"]] == [
         ("underflow", "blocks.0/a b")
     ]
+
+
+@pytest.mark.parametrize(
+    ("actions", "words"),
+    [
+        (["scale_multiplier"], "1 scale change"),
+        (["scale_multiplier", "margin"], "2 scale changes"),
+        (["format", "bf16_fallback"], "1 layer in BF16 and 1 format change"),
+        (
+            ["bf16_fallback", "format", "format", "gradient_smoothing"],
+            "1 layer in BF16, 2 format changes and 1 smoothed gradient",
+        ),
+    ],
+)
+def test_a_plan_says_what_it_changes_and_how_often(actions: list[str], words: str) -> None:
+    entries = [{"layer": "blocks.0", "action": action} for action in actions]
+    assert plan_line({"version": 3, "entries": entries}, None) == f"version 3, {words}"
 
 
 @pytest.mark.parametrize("command", ["status", "layers", "alerts", "decisions"])

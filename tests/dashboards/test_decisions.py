@@ -32,6 +32,21 @@ def test_a_decision_tells_what_why_when_and_who() -> None:
     assert (row.state_words, row.actor) == ("in force", "policy")
 
 
+@pytest.mark.parametrize(
+    ("action", "state", "asks", "words"),
+    [
+        ("bf16_fallback", "proposed", True, "proposed"),
+        ("bf16_fallback", "applied", False, "in force"),
+        ("advice", "proposed", False, "for people, no answer is needed"),
+        ("advice", "approved", False, "taken up"),
+        ("advice", "rejected", False, "rejected"),
+    ],
+)
+def test_advice_waits_for_no_answer(action: str, state: str, asks: bool, words: str) -> None:
+    (row,) = decision_rows([decision(action=action, state=state)], mode="advise")
+    assert (row.asks, row.state_words) == (asks, words)
+
+
 def test_evidence_is_told_with_limits_and_first_steps() -> None:
     (row,) = decision_rows([decision()], mode="enforce")
     assert row.evidence == (

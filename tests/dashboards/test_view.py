@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from fp8_safeguard.dashboards import view
+from fp8_safeguard.dashboards.coverage import sampling_words
 from fp8_safeguard.dashboards.metrics import PAGE_METRICS, default_scale, format_value, metric_view
 from fp8_safeguard.monitor.metrics import LOWER_IS_WORSE, METRICS
 
@@ -52,7 +53,9 @@ def test_worst_layer_row_shows_the_value_against_its_threshold() -> None:
     (row,) = view.layer_rows([item])
     assert (row.signal, row.value, row.threshold) == ("GEMM error dgrad", "12.5 %", "≤ 5 %")
     assert (row.excess, row.over) == ("2.5× over", True)
-    assert (row.step, row.precision) == ("1,209", "BF16: dgrad")
+    assert (row.step, row.precision, row.note) == ("1,209", "BF16: dgrad", "")
+    (row,) = view.layer_rows([{**item, "follows_from": "blocks.1.up"}])
+    assert row.note == "follows from 'blocks.1.up'"
 
 
 @pytest.mark.parametrize(
@@ -94,6 +97,16 @@ def test_status_numbers() -> None:
     shown = {stat.label: stat.value for stat in view.run_stats(detail)}
     assert shown == {"step": "1,259", "loss": "1.71", "grad norm": "NaN", "fallback budget used": "–",
                      "mode": "enforce", "overhead": "0.43 %"}  # fmt: skip
+
+
+def test_the_overhead_of_the_header_is_the_one_that_the_section_on_coverage_tells() -> None:
+    detail: dict[str, Any] = {"overhead_ratio": 0.0289, "sampling": {"overhead_ratio": 0.0313}}
+    (stat,) = (stat for stat in view.run_stats(detail) if stat.label == "overhead")
+    assert stat.value == "3.13 %"
+    assert stat.value in sampling_words(detail["sampling"])
+    assert "training time so far" in stat.meaning
+    (stat,) = (stat for stat in view.run_stats({"overhead_ratio": 0.0289}) if stat.label == "overhead")
+    assert (stat.value, "since the sample before" in stat.meaning) == ("2.89 %", True)
 
 
 def test_an_unknown_state_is_not_called_healthy() -> None:

@@ -102,6 +102,76 @@ def test_a_cause_is_over_once_what_was_decided_on_it_is_restored(
     assert client.get(API).json()["causes"] == []
 
 
+WATCHED = {"underflow": 1400, "zeros": 1400}
+"""2.1 %: over the watch level of dy in columns, which has no act level."""
+
+
+def test_a_verdict_names_a_cause_only_with_an_alert_that_follows_from_it(
+    client: TestClient, post: Any, diagnosing: Diagnosing
+) -> None:
+    """A watch of the first layer is older than the scale of the third that is to blame for something else."""
+    first = {("blocks.0.mlp", "dy col"): WATCHED}
+    for step in range(3):
+        post(step, first, mode="observe")
+    (old,) = client.get(f"{API}/alerts").json()["items"]
+    slot = {"layer": "blocks.2.mlp", "operand": "x", "layout": "col"}
+    diagnosing.of_decisions = named("scale-too-small", "fp8", "blocks.2.mlp", slot=slot)
+    sick = {("blocks.2.mlp", "fprop"): {"sum_sq_err": 16384.0}}
+    post(3, {**first, **sick})
+    # Of two that act, the one with the cause; a watch never goes before it.
+    assert client.get(API).json()["verdict"]["why"].startswith("'blocks.2.mlp' fprop: GEMM error")
+    fprop = next(item for item in client.get(f"{API}/alerts").json()["items"] if item["id"] != old["id"])
+    client.post(f"/api/v1/alerts/{fprop['id']}:resolve")
+    detail = client.get(API).json()
+    assert [cause["name"] for cause in detail["causes"]] == ["scale-too-small"]
+    assert detail["verdict"]["why"] == "'blocks.0.mlp' dy col: underflow 2.14 % (limit 2 %) since step 0"
+    # A younger watch downstream of the cause is the one to tell, and says whose the cause is.
+    later = {("blocks.4.mlp", "x row"): {"underflow": 400, "zeros": 400}}
+    for step in range(4, 7):
+        post(step, {**first, **later})
+    why = client.get(API).json()["verdict"]["why"]
+    assert why == (
+        "'blocks.4.mlp' x row: underflow 0.61 % (limit 0.5 %) since step 4; "
+        "cause: scale too small (FP8) of layer 'blocks.2.mlp'"
+    )
+
+
+def test_a_verdict_on_what_the_plan_holds_names_its_cause(
+    client: TestClient, post: Any, diagnosing: Diagnosing
+) -> None:
+    diagnosing.of_decisions = named("outlier-channels", "fp8", "blocks.0.mlp")
+    post(0, DGRAD, mode="enforce")
+    verdict = client.get(API).json()["verdict"]
+    assert verdict["state"] == "fallback"
+    assert verdict["why"].endswith("; cause: outlier channels (FP8)")
+    assert verdict["next"] == (
+        "look at the cause: it is outlier-channels (demo-1); a gemm returns to FP8 once its numbers are healthy again"
+    )
+
+
+def test_a_watch_beside_a_plan_in_force_does_not_say_that_nothing_is_decided(
+    client: TestClient, post: Any
+) -> None:
+    first = {("blocks.0.mlp", "dy col"): WATCHED}
+    for step in range(3):
+        post(step, first, mode="enforce")
+    assert client.get(API).json()["verdict"]["next"] == "watch it: nothing is decided on this alone"
+    pin = {"layer": "blocks.2.mlp", "action": "scale_multiplier", "value": 0.5}
+    assert client.put(f"{API}/pins", json=pin).status_code == 200
+    verdict = client.get(API).json()["verdict"]
+    assert (verdict["state"], verdict["next"]) == (
+        "watch",
+        "watch it; what is decided and in force, 'blocks.2.mlp' with other scales, stays so meanwhile",
+    )
+    for alert in client.get(f"{API}/alerts").json()["items"]:
+        client.post(f"/api/v1/alerts/{alert['id']}:resolve")
+    verdict = client.get(API).json()["verdict"]
+    assert (verdict["state"], verdict["why"]) == (
+        "healthy",
+        "every judged slot is within its thresholds; the plan holds 'blocks.2.mlp' with other scales",
+    )
+
+
 def test_what_is_not_fp8_is_said_even_of_healthy_numerics_and_goes_when_it_is_over(
     client: TestClient, post: Any, diagnosing: Diagnosing
 ) -> None:
@@ -115,7 +185,10 @@ def test_what_is_not_fp8_is_said_even_of_healthy_numerics_and_goes_when_it_is_ov
         "not FP8: it is data-spike; in FP8 every judged slot is within its thresholds"
     )
     assert detail["verdict"]["next"] == f"{advice}; no precision helps"
-    assert len(client.get(f"{API}/decisions").json()["items"]) == 1
+    (made,) = client.get(f"{API}/decisions").json()["items"]
+    # It is stored as proposed, and waits for nobody's answer.
+    count = client.get("/runs/demo").text.partition('id="decisions-count"')[2].partition("</span>")[0]
+    assert (made["state"], count.partition(">")[2].split()) == ("proposed", ["1"])
     diagnosing.advice = None
     post(3)
     detail = client.get(API).json()

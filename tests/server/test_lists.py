@@ -245,6 +245,39 @@ def test_b54_b80_every_answer_is_strict_json_whatever_was_measured(
     assert math.isnan(float(client.get(f"{API}/demo/series?metric=loss").json()["values"][0]))
 
 
+def test_a_layer_that_holds_nan_is_never_healthy_and_its_origin_comes_first(
+    client: TestClient, documents: Any
+) -> None:
+    """It began in the input of the third of four layers; an update later every weight holds it, but one layer's."""
+    slots = documents.slots(5)
+    states = []
+    for step in range(3):
+        bad = [
+            slot.get("operand") == "w" and slot["layer"] != "blocks.4.mlp"
+            if step
+            else (slot["layer"], slot.get("operand")) == ("blocks.2.mlp", "x")
+            for slot in slots
+        ]
+        values = [documents.values(slot, nan=9 * ill) for slot, ill in zip(slots, bad, strict=True)]
+        client.post(f"{API}/demo/samples", json=documents.sample(step, slots, values))
+        items = client.get(f"{API}/demo/layers").json()["items"]
+        states.append({item["layer"]: item["state"] for item in items})
+    others = ["blocks.0.mlp", "blocks.1.mlp", "blocks.3.mlp"]
+    assert [item["layer"] for item in items] == ["blocks.2.mlp", *others, "blocks.4.mlp"]
+    assert [item["follows_from"] for item in items] == [None, *["blocks.2.mlp"] * 3, None]
+    # One sample is worth watching, two in a row are trouble, wherever it shows.
+    healthy = {f"blocks.{n}.mlp": "healthy" for n in range(5)}
+    assert states[0] == {**healthy, "blocks.2.mlp": "watch"}
+    assert states[2] == {**dict.fromkeys(healthy, "unstable"), "blocks.4.mlp": "healthy"}
+    documents_of = [client.get(f"{API}/demo/layer", params={"layer": layer}).json() for layer in healthy]
+    assert {found["layer"]: found["state"] for found in documents_of} == states[2]
+    # A person's word closes the alert, and heals no tensor.
+    for alert in client.get(f"{API}/demo/alerts").json()["items"]:
+        client.post(f"/api/v1/alerts/{alert['id']}:resolve")
+    items = client.get(f"{API}/demo/layers").json()["items"]
+    assert {item["state"] for item in items if item["worst"]["metric"] == "nonfinite_count"} == {"watch"}
+
+
 def test_a_layer_in_trouble_is_the_worst_however_near_others_are(client: TestClient, documents: Any) -> None:
     """One layer's result is NaN; a healthy one before it is nearer to its limits than that one's other tensors."""
     slots = documents.slots(4)
