@@ -104,24 +104,14 @@ def read_document(text: str, what: str) -> Any:
     """The JSON of a file. Exits with 2 for what cannot be read."""
     from pathlib import Path
 
+    from fp8_safeguard.monitor.document import distinct
+
     path = Path(text)
     try:
-        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_distinct)
+        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=distinct)
     except OSError as error:
         fail(f"{what} {text!r} cannot be read: {error.strerror}", 2)
     except RecursionError:
         fail(f"{what} {text!r} is nested too deeply to be what is asked for", 2)
     except ValueError as error:
         fail(f"{what} {text!r} is not JSON: {error}", 2)
-
-
-def _distinct(pairs: list[tuple[str, Any]]) -> Item:
-    """An object whose names are all different: of two values under one name, the first would be lost unsaid."""
-    from fp8_safeguard.monitor.quoting import quoted
-
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for place, name in enumerate(names) if name in names[:place])
-        raise ValueError(f"the name {quoted(twice)} stands twice in one object; keep one of the two")
-    return found

@@ -145,3 +145,13 @@ class Reader:
 def escape(name: Any) -> str:
     """RFC 6901: ~ and / in a name."""
     return str(name).replace("~", "~0").replace("/", "~1")
+
+
+def distinct(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    """A decoded object whose names are all different: of two values under one name, readers take either. Raises ValueError."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for place, name in enumerate(names) if name in names[:place])
+        raise ValueError(f"the name {quoted(twice)} stands twice in one object; keep one of the two")
+    return found

@@ -8,7 +8,7 @@ from typing import Any
 import msgpack
 import zstandard
 
-from fp8_safeguard.monitor.quoting import quoted
+from fp8_safeguard.monitor.document import distinct
 from fp8_safeguard.server.problems import Problem
 
 _JSON_TYPES = frozenset({"application/json"})
@@ -136,9 +136,7 @@ def _parse_json(plain: bytes | bytearray, most: int = _MOST_VALUES) -> Any:
     if sum(plain.count(mark) for mark in (b",", b"[", b"{")) > most:
         raise _too_many(most)
     try:
-        value = json.loads(
-            plain.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_refuse_repeated
-        )
+        value = json.loads(plain.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=distinct)
         if b"\\u" in plain:
             # A lone surrogate is legal JSON text and no Unicode; no store or answer could carry it.
             json.dumps(value, ensure_ascii=False).encode("utf-8")
@@ -149,16 +147,6 @@ def _parse_json(plain: bytes | bytearray, most: int = _MOST_VALUES) -> Any:
 
 def _refuse_constant(name: str) -> float:
     raise ValueError(f'bare {name} is not JSON; write the string "{name}"')
-
-
-def _refuse_repeated(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
-    """An object whose names are all different: of two values under one name, readers take either."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for place, name in enumerate(names) if name in names[:place])
-        raise ValueError(f"the name {quoted(twice)} stands twice in one object")
-    return found
 
 
 def _parse_msgpack(plain: bytes | bytearray, most: int = _MOST_VALUES) -> Any:
@@ -176,7 +164,7 @@ def _parse_msgpack(plain: bytes | bytearray, most: int = _MOST_VALUES) -> Any:
 
     def checked_map(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
         count(len(pairs))
-        return _refuse_repeated(pairs)
+        return distinct(pairs)
 
     try:
         return msgpack.unpackb(

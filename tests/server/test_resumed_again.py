@@ -44,13 +44,19 @@ def test_every_try_gives_its_decisions_numbers_of_their_own(
     assert len(set(found.values())) == 3
 
 
-def test_what_waits_for_a_person_since_the_first_try_still_waits(
-    client: TestClient, post: Any, tries: Any
-) -> None:
+@pytest.fixture
+def asked(client: TestClient, post: Any, tries: Any) -> Any:
+    """The decision that the first try to resume asked a person about."""
     for step in range(BEGUN):
         post(step, mode="advise")
     tries("1", 2, mode="advise")
-    (asked,) = decisions(client)
+    (made,) = decisions(client)
+    return made
+
+
+def test_what_waits_for_a_person_since_the_first_try_still_waits(
+    client: TestClient, tries: Any, asked: Any
+) -> None:
     tries("2", 2, mode="advise")
     (still,) = decisions(client)
     assert (still["id"], still["state"]) == (asked["id"], "proposed")
@@ -59,12 +65,8 @@ def test_what_waits_for_a_person_since_the_first_try_still_waits(
 
 
 def test_what_a_person_rejected_in_the_first_try_is_not_asked_again_in_the_second(
-    client: TestClient, post: Any, tries: Any
+    client: TestClient, tries: Any, asked: Any
 ) -> None:
-    for step in range(BEGUN):
-        post(step, mode="advise")
-    tries("1", 2, mode="advise")
-    (asked,) = decisions(client)
     client.post(f"/api/v1/decisions/{asked['id']}:reject")
     tries("2", 2, mode="advise")
     assert [(item["id"], item["state"]) for item in decisions(client)] == [(asked["id"], "rejected")]
