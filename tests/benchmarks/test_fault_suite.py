@@ -13,7 +13,7 @@ import pytest
 from fp8_safeguard.trainer.faults import KINDS, fault_from_mapping
 
 ROOT = Path(__file__).parents[2]
-SEEDS = (101, 102, 103)
+SEEDS = (201, 202, 203)
 
 
 def test_every_fault_of_the_trainer_is_in_the_suite_and_can_be_drawn(suite: Any) -> None:
@@ -30,7 +30,7 @@ def test_every_fault_of_the_trainer_is_in_the_suite_and_can_be_drawn(suite: Any)
             drawn.add((name, json.dumps(case.fault(seed), sort_keys=True)))
             assert (fault.harms == "both") == (case.kind == "control")
     assert len(drawn) > 20 * len(named)
-    assert min(catalogue.SEEDS) > 100
+    assert min(*catalogue.SEEDS, *catalogue.WARM_UP_SEEDS) > 104
     assert catalogue.end_step() - 517 == 120
 
 
@@ -42,10 +42,10 @@ def test_cases_of_fp8_share_a_twin_and_a_control_has_its_own(suite: Any) -> None
         for name in size.cases
         for seed in SEEDS
     }
-    assert twins["slow-drift", 101] == twins["expert-nan", 101] != twins["slow-drift", 102]
-    assert twins["slow-drift", 101].fault is None
-    assert twins["bad-rank", 101].config == {"micro_batches": 2}
-    assert twins["norm-gain", 101].fault == catalogue.CASES["norm-gain"].fault(101)
+    assert twins["slow-drift", 201] == twins["expert-nan", 201] != twins["slow-drift", 202]
+    assert twins["slow-drift", 201].fault is None
+    assert twins["bad-rank", 201].config == {"micro_batches": 2}
+    assert twins["norm-gain", 201].fault == catalogue.CASES["norm-gain"].fault(201)
     assert len({twin.key for twin in twins.values()}) == 3 * (2 + 6)
 
 
@@ -78,8 +78,8 @@ def test_quick_is_five_faults_with_the_safeguard_and_without(suite: Any) -> None
     assert {case.kind for case in faults} == {"drift", "abrupt", "control"}
     arms = schedule.all_arms(size)
     assert {arm.name for arm in arms} == {"safeguard", "none", "twin"}
-    assert all(arm.seed == 101 and arm.fork == 250 for arm in arms)
-    assert all(size.fault(case, 101)["start_step"] + 60 <= size.until for case in faults)
+    assert all(arm.seed == 201 and arm.fork == 250 for arm in arms)
+    assert all(size.fault(case, 201)["start_step"] + 60 <= size.until for case in faults)
 
 
 class _Process:
@@ -132,7 +132,7 @@ def test_without_a_checkpoint_nothing_is_run(suite: Any, place: Any, monkeypatch
     schedule = suite("faults.schedule")
     monkeypatch.setattr(schedule, "_start", lambda job, at: (job, _Process()))
     monkeypatch.setattr(schedule.time, "sleep", lambda seconds: None)
-    with pytest.raises(schedule.ArmError, match="no checkpoint to start from: checkpoint 101"):
+    with pytest.raises(schedule.ArmError, match="no checkpoint to start from: checkpoint 201"):
         schedule.run_all(schedule.all_arms(schedule.quick()), place, lambda text: None)
 
 
