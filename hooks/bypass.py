@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
 
 from fp8_safeguard.hooks import operands, uses
+from fp8_safeguard.hooks.arrivals import norm_of
+from fp8_safeguard.hooks.aside import guarded
 from fp8_safeguard.hooks.layers import ObservedLayer
 from fp8_safeguard.hooks.readable import unfit, unreadable
 
@@ -23,7 +24,7 @@ def measure_weights(session: Session) -> None:
     """At the end of the model's forward: w of the layers that no call was seen of, in a step that is measured."""
     frame = session.frame
     for layer in _unseen(session) if frame is not None else ():
-        uses.guarded(session, "the forward", layer, _measure_weight, session, layer)
+        guarded(session, "the forward", layer, _measure_weight, session, layer)
 
 
 def note_gradients(session: Session) -> None:
@@ -39,7 +40,7 @@ def note_gradients(session: Session) -> None:
         weight = layer.parameter()
         gradient = None if weight is None else weight.grad
         if gradient is not None and layer.name not in noted:
-            uses.guarded(session, "the end of a step", layer, _note, session, layer, gradient, scalars)
+            guarded(session, "the end of a step", layer, _note, session, layer, gradient, scalars)
 
 
 def _unseen(session: Session) -> Iterator[ObservedLayer]:
@@ -71,7 +72,5 @@ def _note(
         )
     if reason or gradient.numel() == 0:
         return
-    flat = gradient.detach().flatten()
-    # In one dtype wide enough: the norm of a float16 gradient may lie beyond its range.
-    scalars.append((layer.name, GRADIENT_AMAX, flat.abs().amax().float()))
-    scalars.append((layer.name, GRADIENT_NORM, torch.linalg.vector_norm(flat, dtype=torch.float32)))
+    scalars.append((layer.name, GRADIENT_AMAX, gradient.detach().abs().amax().float()))
+    scalars.append((layer.name, GRADIENT_NORM, norm_of(gradient)))

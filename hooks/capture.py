@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from fp8_safeguard.hooks import compiled, judge, operands, uses
+from fp8_safeguard.hooks import arrivals, compiled, judge, operands, uses
+from fp8_safeguard.hooks.aside import guarded
 from fp8_safeguard.hooks.layers import ObservedLayer, Part, emulated
-from fp8_safeguard.hooks.uses import FOREIGN, GemmCall, counts_forward, guarded, in_backward
+from fp8_safeguard.hooks.uses import FOREIGN, GemmCall, counts_forward, in_backward
 from fp8_safeguard.kernels import GemmObserver, LinearPrecision
 from fp8_safeguard.kernels.numbers import numbered
 
@@ -202,7 +203,7 @@ class LayerObserver:
         uses.count(session, layer, state)
         state.forwards += 1
         state.owed += x_TK.requires_grad or w_NK.requires_grad
-        state.node = uses.accumulator(layer.parameter())
+        arrivals.watch(session, layer, state, uses.accumulator(layer.parameter()))
         module = layer.fp8_module()
         state.precision = precision = FOREIGN if module is None else module.precision_in_use
         state.gain_K = None if module is None or module.input_gain is None else module.input_gain.detach()

@@ -12,6 +12,7 @@ from enum import IntEnum
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from fp8_safeguard.hooks.buffer import Frame
 from fp8_safeguard.kernels import Fp8GroupedLinear, Fp8Linear, LinearPrecision
@@ -54,6 +55,10 @@ class StepState:
     wgrads: int = 0
     node: Any = None
     """Where in the graph the weight's gradient arrives."""
+    arrivals: RemovableHandle | None = None
+    """Of the hook on that place."""
+    wgrad_norm: Tensor | None = None
+    """L2 norm of the gradient that arrived there, of several the largest; [] on its device."""
     owed: int = 0
     """Counted forwards whose output has had no gradient yet, though it can have one."""
     precision: LinearPrecision | None = None
@@ -63,6 +68,12 @@ class StepState:
     """Forwards of compiled graphs whose backward is still to come, by token."""
     sites: dict[int, list[int]] = field(default_factory=dict)
     """Tokens of the forwards that each place of such a graph has made and no checkpoint has repeated."""
+
+    def close(self) -> None:
+        """No backward finds its frame any more, and no hook stays on a place that outlives the step (DDP keeps some)."""
+        self.frame = None
+        if self.arrivals is not None:
+            self.arrivals.remove()
 
 
 class ObservedLayer:
@@ -143,12 +154,13 @@ class ObservedLayer:
     def enter(self, frame: Frame) -> StepState:
         """The state of the step that fills this frame."""
         if self.step.frame is not frame:
+            self.step.close()
             self.step = StepState(frame=frame)
         return self.step
 
     def leave(self) -> None:
         """The step is over. Frames take turns: a backward that comes too late must not find its old one."""
-        self.step.frame = None
+        self.step.close()
         self.step = StepState()
 
     def fp8_module(self) -> Fp8Linear | Fp8GroupedLinear | None:

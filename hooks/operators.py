@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.fx.node import has_side_effect
 
 from fp8_safeguard.hooks import uses
-from fp8_safeguard.hooks.uses import GemmCall, Use, guarded, in_backward
+from fp8_safeguard.hooks.aside import guarded
+from fp8_safeguard.hooks.uses import GemmCall, Use, in_backward
 from fp8_safeguard.kernels import numbers
 
 if TYPE_CHECKING:

@@ -23,6 +23,7 @@ from fp8_safeguard.hooks.recompute import GEMM_COLUMNS
 from fp8_safeguard.hooks.scaling import SCALE_POWER
 from fp8_safeguard.hooks.settings import Options
 from fp8_safeguard.hooks.values import Number
+from fp8_safeguard.monitor.nonfinite import WGRAD_NORM
 from fp8_safeguard.monitor.slots import Slot
 from fp8_safeguard.monitor.stats import COLUMNS, COUNT_COLUMNS, HISTOGRAM, VECTOR_LENGTH
 from fp8_safeguard.monitor.wire import Attempt, Sample
@@ -110,8 +111,9 @@ class SampleBuilder:
 
     def loss_scale(self, record: StepRecord) -> float:
         """What the gradients of the step are to be divided by: 1 where nothing usable is known."""
-        if record.divided:
-            return 1.0
+        return 1.0 if record.divided else self._noted_scale(record)
+
+    def _noted_scale(self, record: StepRecord) -> float:
         scale = record.notes.values.get("loss_scale", record.notes.found_scale)
         number = 1.0 if scale is None else _as_float(scale)
         return number if math.isfinite(number) and number > 0 else 1.0
@@ -123,8 +125,9 @@ class SampleBuilder:
         self._leave_out_nonfinite(run)
         listed = list(self._slots(record, self.loss_scale(record)))
         columns, nulls = _columns([vector for _, _, vector in listed], [slot for slot, _, _ in listed])
+        scale = self._noted_scale(record)
         scalars = [
-            {"layer": layer, "name": name, "value": _as_float(value)}
+            {"layer": layer, "name": name, "value": _as_float(value) / (scale if name == WGRAD_NORM else 1.0)}
             for layer, name, value in record.notes.scalars
         ]
         return Sample(

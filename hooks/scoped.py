@@ -18,12 +18,13 @@ from torch._ops import OpOverloadPacket
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from fp8_safeguard.hooks import products, uses
+from fp8_safeguard.hooks.aside import guarded
 from fp8_safeguard.hooks.buffer import Frame
 from fp8_safeguard.hooks.capture import hook_target
 from fp8_safeguard.hooks.layers import ObservedLayer
 from fp8_safeguard.hooks.products import NotRead, Product, Reader, Weight
 from fp8_safeguard.hooks.readable import unreadable
-from fp8_safeguard.hooks.uses import GemmCall, guarded
+from fp8_safeguard.hooks.uses import GemmCall
 
 if TYPE_CHECKING:
     from fp8_safeguard.hooks.session import Session

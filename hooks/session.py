@@ -13,6 +13,8 @@ from torch.optim.optimizer import Optimizer
 
 from fp8_safeguard.hooks import bypass, forking
 from fp8_safeguard.hooks.accounts import Accounts
+from fp8_safeguard.hooks.arrivals import norm_scalars
+from fp8_safeguard.hooks.aside import aside
 from fp8_safeguard.hooks.budget import Scope
 from fp8_safeguard.hooks.buffer import Frame, Ring
 from fp8_safeguard.hooks.clock import Clock, OwnOptimizers
@@ -28,7 +30,7 @@ from fp8_safeguard.hooks.sample import Notes, SampleBuilder, StepRecord
 from fp8_safeguard.hooks.scales import scale_scalars
 from fp8_safeguard.hooks.scaling import LossScale
 from fp8_safeguard.hooks.settings import Options
-from fp8_safeguard.hooks.uses import aside, unfinished
+from fp8_safeguard.hooks.uses import unfinished
 
 if TYPE_CHECKING:
     from fp8_safeguard.hooks.client import Client
@@ -327,6 +329,7 @@ class Session:
     def _record(self, number: int, frame: Frame, notes: Notes) -> StepRecord:
         notes.scalars.extend(unfinished(self.layers))
         notes.scalars.extend(scale_scalars(self.layers))
+        notes.scalars.extend(norm_scalars(self.layers))
         notes.scalars.extend(self._norms.scalars(self.model()))
         return StepRecord(
             step=number,

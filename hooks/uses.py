@@ -4,10 +4,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -15,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.utils import checkpoint
-from torch.utils._python_dispatch import _disable_current_modes
 
-from fp8_safeguard.hooks import judge, operands, together
+from fp8_safeguard.hooks import arrivals, judge, operands, together
+from fp8_safeguard.hooks.aside import guarded
 from fp8_safeguard.hooks.buffer import Frame
 from fp8_safeguard.hooks.layers import ObservedLayer, Part, StepState
 from fp8_safeguard.hooks.readable import is_freed, is_reason, unfit, version_of
@@ -32,7 +31,6 @@ ENDLESS = 128
 """Forward calls of a layer in one step after which the end of the step is asked for."""
 UNFINISHED = 8
 """Layers of a sample that say how many of their calls got no gradient: the first ones, since a fault stops them all."""
-_NOTHING = contextlib.nullcontext()
 _CALLERS = (torch.autograd.__file__, torch._tensor.__file__)
 """Functions called `backward` that start one and are no autograd function's."""
 _EMULATED = judge.Judgement(emulate=FOREIGN)
@@ -65,38 +63,6 @@ class GemmCall:
 def in_backward() -> bool:
     """Whether this thread is inside a backward pass: a forward seen there repeats one under a checkpoint."""
     return torch._C._current_graph_task_id() != -1
-
-
-def guarded(
-    session: Session, direction: str, layer: ObservedLayer, body: Callable[..., None], *arguments: Any
-) -> None:
-    """Run a measurement; time it, and keep its exceptions away from the training loop."""
-    with session.lock:
-        begun = session.meter.begin_layer()
-        try:
-            with torch._C.DisableTorchFunction(), _without_gradients(), _without_modes():
-                body(*arguments)
-        except Exception as error:
-            session.once.failure(direction, error, at=layer.name)
-        finally:
-            session.meter.end_layer(begun, layer.name)
-
-
-@contextlib.contextmanager
-def aside() -> Iterator[None]:
-    """For our own tensors: without gradients, and outside the modes, the default device and the counters around us."""
-    with torch._C.DisableTorchFunction(), torch.no_grad(), _without_modes():
-        yield
-
-
-def _without_gradients() -> contextlib.AbstractContextManager[object]:
-    """Where nothing is recorded: a backward mostly is such a place, and need not be made one."""
-    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
-
-
-def _without_modes() -> contextlib.AbstractContextManager[object]:
-    """Outside the dispatch modes around us: selective checkpointing, for one, would keep our results as the model's."""
-    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else _NOTHING
 
 
 def counts_forward(state: StepState) -> bool:
@@ -183,6 +149,8 @@ def forward(
     if repeats or state.w_measured or not _measure_together(session, layer, call, x_TK, w):
         _measure_apart(session, layer, call, x_TK, w, state, frame, repeats=bool(repeats))
     state.w_measured = True
+    if call.needs_dw:
+        arrivals.watch(session, layer, state, accumulator(layer.parameter()))
     kept_x = x_TK if call.needs_dw and judge.keeps_x(session, layer) else None
     if call.lent and kept_x is not None:
         kept_x = kept_x.clone()
@@ -299,7 +267,7 @@ class Use:
         self.arranged = call.arranged
         self.needs_dx, self.needs_dw = call.needs_dx, call.needs_dw
         self.versions = self._versions()
-        self.node = accumulator(layer.parameter()) if call.needs_dw else None
+        self.node = state.node if call.needs_dw else None
         self.counted = self.expected = False
 
     def expect(self) -> None:

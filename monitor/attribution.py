@@ -10,7 +10,7 @@ import numpy as np
 
 from fp8_safeguard.monitor.cause import RUN, Diagnosis, Finding, numbers, percent
 from fp8_safeguard.monitor.fp8causes import GROUP, fp8_findings
-from fp8_safeguard.monitor.nonfinite import Origin, place_of, way_out
+from fp8_safeguard.monitor.nonfinite import Origin, way_out
 from fp8_safeguard.monitor.othercauses import other_findings
 from fp8_safeguard.monitor.symptoms import Symptoms
 
@@ -53,8 +53,9 @@ def observed(seen: Symptoms) -> dict[tuple[str, str], float]:
     view = seen.view
     found = {(name, RUN): value for name in _RUN_VALUES if (value := view.seen.run.get(name)) is not None}
     found |= {(name, layer): value for (layer, name), value in view.seen.scalars.items() if name in _SCALARS}
-    # Twice: once as a norm, and once as it comes, for what it was just before.
-    found |= {("least_load", layer): value for (name, layer), value in found.items() if name == "load_min"}
+    # Twice: once as a norm, and once as it comes, for the last tokens that it got, however long ago.
+    loads = {layer: load for (name, layer), load in found.items() if name == "load_min" and load > 0.0}
+    found |= {("least_load", layer): load for layer, load in loads.items()}
     for layer in seen.layers:
         distortion = _distortion(seen, layer)
         if distortion is not None:
@@ -123,7 +124,7 @@ def _nonfinite(origin: Origin) -> Finding:
         kind="fp8" if origin.gemms else "not-fp8",
         layer=origin.slot.layer,
         slot=origin.slot,
-        summary=f"{origin.count:.0f} non-finite values begin in {place_of(origin.slot)} at step {origin.first_step}{where}",
+        summary=f"{origin.words} at step {origin.first_step}{where}",
         evidence={"count": origin.count, "first_step": origin.first_step, "gemms": list(origin.gemms)},
         advice=helps or None,
     )

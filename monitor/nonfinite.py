@@ -35,6 +35,8 @@ BROKEN = Threshold(
     watch=0.0,
     origin="sums over finite elements are finite: the result or its measurement overflowed",
 )
+WGRAD_NORM = "wgrad_norm"
+"""Scalar of a layer: L2 norm of its weight gradient as it arrived, whatever the hooks recomputed of it."""
 _SUMS = ("sum_sq_err", "sum_sq_q", "sum_sq", "amax", "sum_4th")
 
 
@@ -58,6 +60,12 @@ class Origin:
     def key(self) -> str:
         """Evidence key: the layer and direction."""
         return key_of(self.slot.layer, self.forward)
+
+    @property
+    def words(self) -> str:
+        """How many began where: `3 non-finite values begin in '0' fprop`."""
+        many = "a non-finite value begins" if self.count == 1 else f"{self.count:.0f} non-finite values begin"
+        return f"{many} in {place_of(self.slot)}"
 
     @property
     def weights(self) -> bool:
@@ -109,20 +117,25 @@ def find_origin(
     *,
     step: int = 0,
     began: Sequence[Began] = (),
+    scalars: Mapping[tuple[str, str], float] | None = None,
 ) -> Origin | None:
     """counts: non-finite elements of each slot (NaN: null). indices: the slots' order in the model, or empty.
 
     began: what earlier samples blamed, the earliest first; it stays to blame while its layer holds such values.
+    scalars by (layer, name): where every slot is clean, a weight gradient's norm that is no number is all there is.
     """
     with np.errstate(invalid="ignore"):
         bad = [at for at in np.flatnonzero(counts > 0).tolist() if slots[at].variant is None]
-    if not bad:
+    layers = {slots[at].layer for at in bad} or _bad_gradients(slots, scalars or {})
+    if not layers:
         return None
-    layers = {slots[at].layer for at in bad}
     before = next((first for first in began if first.slot.layer in layers), None)
-    if before is None:
+    if before is None and bad:
         shown = _first(slots, indices, bad)
         before = Began(slots[shown], float(counts[shown]), step)
+    elif before is None:
+        last = max(layers, key=layer_order(slots, indices, layers).__getitem__)
+        before = Began(Slot(layer=last, gemm="wgrad"), 1.0, step)
     layer, forward = before.slot.layer, _is_forward(before.slot)
     # In a fixed order: the signals of a stored decision must not depend on that of the slots.
     here = sorted((at for at in bad if slots[at].layer == layer), key=lambda at: slots[at].key)
@@ -136,6 +149,12 @@ def find_origin(
         tuple((slots[at], float(counts[at])) for at in here if slots[at].key != before.slot.key),
         before.step,
     )
+
+
+def _bad_gradients(slots: Sequence[Slot], scalars: Mapping[tuple[str, str], float]) -> set[str]:
+    """Measured layers whose weight gradient is not finite."""
+    bad = {layer for (layer, name), norm in scalars.items() if name == WGRAD_NORM and not math.isfinite(norm)}
+    return bad & {slot.layer for slot in slots}
 
 
 def _first(slots: Sequence[Slot], indices: Sequence[int], bad: Sequence[int]) -> int:

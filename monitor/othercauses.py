@@ -347,7 +347,7 @@ def _routers(seen: Symptoms, held: Mapping[str, Any], explained: set[str | None]
         fed = seen.fed_by(module)
         window = seen.series.window("load_min", module)
         alive = len(window) == RECENT and min(window) >= ALIVE_SHARE and median(window) >= ALIVE_MEDIAN
-        # What dwindles first is the router's own doing: a change of domain does that.
+        # What dwindles first is the router's own doing: a young run and a change of domain do that.
         before = [share for share in seen.series.window("least_load", module) if share > 0.0]
         alive = alive and (not before or before[-1] >= max(ALIVE_SHARE, median(window) / 2.0))
         known = group_of("starved-expert", module) in held

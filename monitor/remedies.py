@@ -9,7 +9,7 @@ from typing import Any
 
 from fp8_safeguard.monitor.alerts import Evidence
 from fp8_safeguard.monitor.diagnosis import RUN, Diagnosis
-from fp8_safeguard.monitor.nonfinite import Origin, place_of, way_out
+from fp8_safeguard.monitor.nonfinite import Origin, way_out
 from fp8_safeguard.monitor.plan import Target
 from fp8_safeguard.monitor.signals import Breach
 from fp8_safeguard.monitor.slots import GEMM_OPERANDS, GEMMS, Slot, gemm_slot, gemms_of
@@ -194,8 +194,7 @@ def nonfinite_candidates(origin: Origin) -> list[Candidate]:
     """Fallback of the gemms at the origin; advice where what they read, or the weights, are non-finite."""
     breaches = (origin.breach("act"), *origin.companions("act").values())
     where = f", and in {origin.other_layers} other layers after it" if origin.other_layers else ""
-    begin = f"{origin.count:.0f} non-finite values begin in {place_of(origin.slot)}"
-    because = f"{begin} at step {origin.first_step}{where}"
+    because = f"{origin.words} at step {origin.first_step}{where}"
     common: dict[str, Any] = {"layer": origin.slot.layer, "rule": "non-finite", "breaches": breaches}
     if not origin.gemms:
         helps = way_out(origin.slot, origin.first_step, weights=origin.weights)

@@ -62,7 +62,12 @@ def look(state: PolicyState, step: StepObservation, config: PolicyConfig) -> Ste
     breaches, pairs = pair_up(_worst_of_each_key(found))
     falls = _scale_falls(state, step)
     origin = find_origin(
-        step.slots, step.indices, measures["nonfinite_count"], step=step.step, began=_began(state)
+        step.slots,
+        step.indices,
+        measures["nonfinite_count"],
+        step=step.step,
+        began=_began(state),
+        scalars=step.scalars,
     )
     if origin is not None:
         breaches[origin.key] = origin.breach(_nonfinite_severity(origin, state, config, falls))

@@ -1,5 +1,6 @@
 """Where non-finite values began stays where they began, whatever one poisoned update does to the layers."""
 
+import math
 from typing import Any
 
 import pytest
@@ -34,7 +35,7 @@ def test_one_nan_in_a_batch_is_blamed_on_the_batch_after_the_update_too(
     assert {name: listed.get(f"{FIRST} {name}") for name in wanted} == dict.fromkeys(wanted, 16384)
     assert asked(decisions) == [(FIRST, "layer", "advice")]
     assert decisions[0].reason == (
-        "1 non-finite values begin in the input of layer 'blocks.0.qkv' at step 30, and in 23 other layers after it; "
+        "a non-finite value begins in the input of layer 'blocks.0.qkv' at step 30, and in 23 other layers after it; "
         "no precision helps: look at the batch, or at what comes before this layer; its weight holds them by now, too: "
         "go back to a checkpoint before step 30"
     )
@@ -93,3 +94,61 @@ def test_once_it_is_gone_the_next_origin_is_found_afresh(slots: Any, observation
     ill = {(FIRST, "fprop"): {"nan": 1}, (LATER, "fprop"): {"nan": 1}}
     state, _ = follow([observation(9, slots, ill)], state=state)
     assert [alert.layer for alert in state.alerts.values()] == [FIRST]
+
+
+def _norms(slots: Any, **bad: float) -> dict[tuple[str, str], float]:
+    """Norms of all weight gradients, one of them per layer but for `bad`."""
+    found = {(slot.layer, "wgrad_norm"): 1.0 for slot in slots}
+    return found | {(layer.replace("__", "."), "wgrad_norm"): norm for layer, norm in bad.items()}
+
+
+def test_b96_a_weight_gradient_that_is_no_number_falls_back_with_every_operand_clean(
+    slots: Any, observation: Any, follow: Any, asked: Any
+) -> None:
+    bad = _norms(slots, blocks__1__o=math.inf)
+    steps = [observation(0, slots, scalars=_norms(slots)), observation(1, slots, scalars=bad)]
+    state, decisions = follow(steps)
+    assert decisions == []
+    (alert,) = (alert for alert in state.alerts.values() if alert.rule == "non-finite")
+    assert (alert.to_wire()["layer"], alert.to_wire()["severity"]) == ("blocks.1.o", "watch")
+    state, decisions = follow([observation(2, slots, scalars=bad)], state=state)
+    assert asked(decisions) == [("blocks.1.o", "wgrad", "bf16_fallback")]
+    assert decisions[0].reason.startswith("a non-finite value begins in 'blocks.1.o' wgrad at step 1")
+    state, decisions = follow(
+        (observation(at, slots, scalars=_norms(slots)) for at in range(3, 6)), state=state
+    )
+    assert not any(alert.rule == "non-finite" for alert in state.alerts.values())
+
+
+def test_b96_of_several_weight_gradients_the_one_that_the_backward_reaches_first_is_named(
+    slots: Any, observation: Any, follow: Any
+) -> None:
+    bad = _norms(slots, blocks__0__qkv=math.nan, blocks__2__qkv=math.nan, blocks__1__o=math.nan)
+    state, _ = follow([observation(0, slots, scalars=bad)])
+    (alert,) = (alert for alert in state.alerts.values() if alert.rule == "non-finite")
+    assert alert.to_wire()["layer"] == "blocks.2.qkv"
+
+
+def test_what_an_operand_shows_comes_before_the_gradients_that_follow_from_it(
+    slots: Any, observation: Any, follow: Any
+) -> None:
+    bad = dict.fromkeys(_norms(slots), math.nan)
+    state, _ = follow([observation(0, slots, {("blocks.1.o", "dgrad"): {"nan": 3}}, scalars=bad)])
+    (alert,) = (alert for alert in state.alerts.values() if alert.rule == "non-finite")
+    assert (alert.to_wire()["layer"], alert.to_wire()["value"]) == ("blocks.1.o", 3)
+
+
+def test_one_poisoned_update_leaves_the_blame_with_the_gradient_that_it_was_made_of(
+    slots: Any, observation: Any, follow: Any, asked: Any
+) -> None:
+    state, _ = follow([observation(30, slots, scalars=_norms(slots, blocks__1__o=math.nan))])
+    ill = {
+        (slot.layer, slot.gemm or f"{slot.operand} {slot.layout}"): {"nan": 9}
+        for slot in slots
+        if slot.layer >= "blocks.1.o"
+    }
+    state, decisions = follow((observation(at, slots, ill) for at in range(31, 33)), state=state)
+    (alert,) = (alert for alert in state.alerts.values() if alert.rule == "non-finite")
+    assert (alert.to_wire()["layer"], alert.to_wire()["first_step"]) == ("blocks.1.o", 30)
+    assert asked(decisions) == [("blocks.1.o", "layer", "advice")]
+    assert "go back to a checkpoint before step 30" in decisions[0].reason

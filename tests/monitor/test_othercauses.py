@@ -217,6 +217,17 @@ def test_an_expert_that_had_its_share_and_gets_nothing_is_starved(course: Any, f
         assert followed(falling)[1] == []
 
 
+def test_an_expert_that_dwindles_in_a_young_run_is_not_starved_however_long_it_gets_nothing(
+    course: Any, followed: Any
+) -> None:
+    """Least loads of a healthy run from its first step on, warm-up of the learning rate included."""
+    shares = [0.68, 0.63, 0.58, 0.47, 0.37, 0.43, 0.18, 0.09, 0.07, 0.07, 0, 0, 0, 0.01, 0, 0, 0, 0, 0, 0, 0, 0, 0.02,
+              0.07, 0.05, 0.05, 0.07, 0.03, 0.12, *[0] * 9, 0.08, 0, 0, 0, 0, 0, 0.01, *[0] * 18, 0.01, *[0] * 30]  # fmt: skip
+    seen = [replace(course([])[0], step=at, **router(float(share))) for at, share in enumerate(shares)]
+    _, told, decisions = followed(seen)
+    assert (told, decisions) == ([], [])
+
+
 def shaken(after: int) -> list[dict[str, Any]]:
     """A loss that jumps for a dozen samples, while the router empties, and is its own norm again for so many more."""
     return [{**router(0.0), "run": {"loss": 8.7 if at < 12 else 1.9}} for at in range(12 + after)]

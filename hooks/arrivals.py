@@ -1,0 +1,67 @@
+"""The weight gradient as it arrives: its norm, and whether it is a number."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fp8_safeguard.hooks.aside import guarded
+from fp8_safeguard.hooks.layers import ObservedLayer, StepState
+from fp8_safeguard.hooks.readable import unreadable
+from fp8_safeguard.monitor.nonfinite import WGRAD_NORM
+
+if TYPE_CHECKING:
+    from fp8_safeguard.hooks.session import Session
+
+
+def watch(session: Session, layer: ObservedLayer, state: StepState, node: Any) -> None:
+    """Have each gradient that arrives at this place in the graph measured, until the step ends.
+
+    There and not at the optimizer's step: clipping spreads one NaN over all gradients.
+    """
+    before, state.node = state.node, node
+    if node is None or node is before or not session.scope(layer).judged:
+        return
+    parameter = layer.parameter()
+    output = 0 if parameter is None or parameter.is_leaf else parameter.output_nr
+    if state.arrivals is not None:
+        state.arrivals.remove()
+    state.arrivals = node.register_prehook(_Arrival(session, layer, state, output))
+
+
+def norm_scalars(layers: Iterable[ObservedLayer]) -> Iterator[tuple[str, str, Tensor]]:
+    """(layer, `wgrad_norm`, L2 norm) of the step's weight gradients, with the loss scale in them; on their device."""
+    for layer in layers:
+        if layer.step.wgrad_norm is not None:
+            yield layer.name, WGRAD_NORM, layer.step.wgrad_norm
+
+
+def norm_of(gradient: Tensor) -> Tensor:
+    """L2 norm, float32 [] on the gradient's device; float64 of a float64 one."""
+    # In a dtype wide enough: the norm of a float16 gradient may lie beyond its range.
+    dtype = torch.float64 if gradient.dtype == torch.float64 else torch.float32
+    norm: Tensor = torch.linalg.vector_norm(gradient.detach(), dtype=dtype)
+    return norm
+
+
+class _Arrival:
+    """Hook of the node that adds a gradient to a weight's: after every hook on the weight, before the sum."""
+
+    def __init__(self, session: Session, layer: ObservedLayer, state: StepState, output: int) -> None:
+        self.session, self.layer, self.state, self.output = session, layer, state, output
+
+    def __call__(self, gradients: tuple[Tensor | None, ...]) -> None:
+        """Never raises; the gradient stays as it is."""
+        session, gradient = self.session, gradients[self.output]
+        if gradient is not None and session.measuring and self.state.frame is session.frame:
+            guarded(session, "the backward", self.layer, self._note, gradient)
+
+    def _note(self, gradient: Tensor) -> None:
+        if unreadable(gradient) or not gradient.numel():
+            return
+        norm, before = norm_of(gradient), self.state.wgrad_norm
+        # Of several micro-batches the largest; maximum() passes a NaN on.
+        self.state.wgrad_norm = norm if before is None else torch.maximum(before, norm)
