@@ -12,6 +12,8 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 SUITE = "fault_suite"
+COMPARED = ("seed", "autoswitch")
+"""Threshold presets that have columns of their own."""
 
 
 def modules() -> dict[str, str]:
@@ -70,8 +72,8 @@ def faults() -> Iterator[str]:
     if not file.exists():
         return
     rows = {row["case"]: row for row in json.loads(file.read_text())["rows"]}
-    yield "| Fault | Found | Samples to it | Lead | Cause right | Loss with it | without | Precision changes |"
-    yield "|---|---|---|---|---|---|---|---|"
+    yield "| Fault | Found | Samples to it | Lead | Cause right | Loss with it | without | `seed` | `autoswitch` | Precision changes |"
+    yield "|---|---|---|---|---|---|---|---|---|---|"
     for name in (case.removesuffix("/detection") for case in rows if case.endswith("/detection")):
         found, cause, loss = (rows[f"{name}/{what}"] for what in ("detection", "cause", "ratio"))
         lead, alone = rows.get(f"{name}/lead"), rows.get(f"{name}/ratio/none")
@@ -83,9 +85,18 @@ def faults() -> Iterator[str]:
             f"{cause['value']:.0%}",
             _interval(loss),
             "" if alone is None else _interval(alone),
+            *(_ratio(rows.get(f"{name}/ratio/{preset}")) for preset in COMPARED),
             "; ".join(dict.fromkeys(cause["actions"])),
         )
         yield f"| {' | '.join(cells)} |"
+
+
+def _ratio(row: Mapping[str, Any] | None) -> str:
+    """A ratio of losses at one seed, and how often a precision was changed."""
+    if row is None:
+        return ""
+    ratio = "NaN" if row["ratio"] is None else f"{row['ratio']:.3f}"
+    return f"{ratio} ({sum(row['changes'])})"
 
 
 def _steps(value: float | None) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import harness
 from faults import measures
-from faults.arms import NONE, SAFEGUARD, Place
+from faults.arms import NONE, SAFEGUARD, WATCHED, Place
 from faults.catalogue import BRANCH, CASES, SHIFT, WARM_UP, WARM_UP_SEEDS, Case
 from faults.measures import Interval
 from faults.ranges import LEVELS
@@ -119,6 +119,14 @@ def _cause(case: Case, seen: Sequence[Verdict]) -> Row:
     )  # fmt: skip
 
 
+def _changes(seen: Sequence[Verdict], arm: str) -> list[int] | None:
+    """How many decisions of each seed changed a precision; None for an arm that nobody decides for."""
+    if arm not in WATCHED:
+        return None
+    results = [one.safeguard if arm == SAFEGUARD else one.others.get(arm) for one in seen]
+    return [len(result.changes()) for result in results if result is not None]
+
+
 def _outcomes(result: Result) -> dict[str, int]:
     counts: dict[str, int] = {}
     for one in result.decisions:
@@ -142,7 +150,8 @@ def _losses(case: Case, seen: Sequence[Verdict]) -> list[Row]:
                 _row(
                     f"{case.name}/{what}" + ("" if arm == SAFEGUARD else f"/{arm}"), _loss(seen, arm, what), "nats",
                     goal=mine, reached=None if mine is None else found.value <= mine,
-                    each=[None if ratio is None else finite(ratio) for ratio in ratios], **_bounds(found),
+                    each=[None if ratio is None else finite(ratio) for ratio in ratios],
+                    changes=_changes(seen, arm), **_bounds(found),
                 )
             )  # fmt: skip
     return rows
