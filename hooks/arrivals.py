@@ -1,4 +1,4 @@
-"""The weight gradient as it arrives: its norm, and whether it is a number."""
+"""The weight gradient as it arrives: whether it is a number."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def watch(session: Session, layer: ObservedLayer, state: StepState, node: Any) -
 
 
 def norm_scalars(layers: Iterable[ObservedLayer]) -> Iterator[tuple[str, str, Tensor]]:
-    """(layer, `wgrad_norm`, L2 norm) of the step's weight gradients, with the loss scale in them; on their device."""
+    """(layer, `wgrad_norm`, L2 norm) of the step's weight gradients, on their device; a sample carries what is not finite."""
     for layer in layers:
         if layer.step.wgrad_norm is not None:
             yield layer.name, WGRAD_NORM, layer.step.wgrad_norm

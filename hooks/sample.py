@@ -111,9 +111,8 @@ class SampleBuilder:
 
     def loss_scale(self, record: StepRecord) -> float:
         """What the gradients of the step are to be divided by: 1 where nothing usable is known."""
-        return 1.0 if record.divided else self._noted_scale(record)
-
-    def _noted_scale(self, record: StepRecord) -> float:
+        if record.divided:
+            return 1.0
         scale = record.notes.values.get("loss_scale", record.notes.found_scale)
         number = 1.0 if scale is None else _as_float(scale)
         return number if math.isfinite(number) and number > 0 else 1.0
@@ -125,10 +124,11 @@ class SampleBuilder:
         self._leave_out_nonfinite(run)
         listed = list(self._slots(record, self.loss_scale(record)))
         columns, nulls = _columns([vector for _, _, vector in listed], [slot for slot, _, _ in listed])
-        scale = self._noted_scale(record)
+        noted = ((layer, name, _as_float(value)) for layer, name, value in record.notes.scalars)
         scalars = [
-            {"layer": layer, "name": name, "value": _as_float(value) / (scale if name == WGRAD_NORM else 1.0)}
-            for layer, name, value in record.notes.scalars
+            {"layer": layer, "name": name, "value": value}
+            for layer, name, value in noted
+            if name != WGRAD_NORM or not math.isfinite(value)
         ]
         return Sample(
             batch_id=f"{self.options.attempt}-{self.options.group}-{record.step}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import types
 from collections.abc import Callable
@@ -59,12 +60,11 @@ def _decided(
 ) -> types.SimpleNamespace:
     """What the policy makes of so many steps that clip and log no gradient norm."""
     state = PolicyState()
-    told = types.SimpleNamespace(made=[], counted=[], causes=[], norms=[])
+    told = types.SimpleNamespace(made=[], counted=[], causes=[], sent=[])
     for step in range(steps):
         x = torch.randn(32, 64)
         loss = (model(x) - x).square().mean()
         loss.backward()
-        norms = [torch.linalg.vector_norm(layer.weight.grad).item() for layer in model]
         total = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
         guard.log(loss=loss)
         if torch.isfinite(total):
@@ -79,8 +79,7 @@ def _decided(
         told.made.append({(act.layer, act.target.gemm, act.action) for act in decisions})
         told.counted.append(state.trends.nonfinite_steps)
         told.causes.append({(each.said["name"], each.said["layer"]) for each in state.trends.causes.values()})
-        sent = {each["layer"]: each["value"] for each in sample["scalars"] if each["name"] == "wgrad_norm"}
-        told.norms.append((norms, [sent[str(index)] for index in range(len(model))]))
+        told.sent.append([(each["layer"], each["name"], each["value"]) for each in sample["scalars"]])
     return told
 
 
@@ -99,39 +98,30 @@ def test_b96_a_nan_in_one_parameters_gradient_alone_names_its_layer_though_clipp
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     told = _decided(watch(model, optimizer=optimizer), model, optimizer, 5)
     assert told.counted == [0, 0, 1, 2, 2]
+    assert told.sent == [[], [], [("1", "wgrad_norm", "NaN")], [("1", "wgrad_norm", "NaN")], []]
     assert told.causes[:2] == [set()] * 2
     assert told.causes[2] == told.causes[3] == {("nonfinite-origin", "1")}
     assert told.made == [set(), set(), set(), {("1", "wgrad", "bf16_fallback")}, set()]
 
 
-def test_the_norm_of_each_weight_gradient_is_the_one_before_clipping(watch: Callable[..., Guard]) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for seen, sent in _decided(watch(model, optimizer=optimizer), model, optimizer, 3).norms:
-        torch.testing.assert_close(sent, seen, rtol=1e-5, atol=0)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=str)
-def test_of_several_micro_batches_the_largest_norm_counts_in_any_dtype(
-    watch: Callable[..., Guard], dtype: torch.dtype
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("bad", [None, 0, 1, 2])
+def test_of_several_micro_batches_any_speaks_in_any_dtype(
+    watch: Callable[..., Guard], dtype: torch.dtype, bad: int | None
 ) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 64)).to(dtype)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    """Finite ones do not: squares of what a float16 holds lie beyond its range."""
+    model = nn.Sequential(nn.Linear(64, 64, bias=False)).to(dtype)
+    arrived = itertools.count()
+    model[0].weight.register_hook(lambda dw: dw.fill_(math.inf if next(arrived) == bad else 3e4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     guard = watch(model, optimizer=optimizer)
-    norms = []
-    for size in (1.0, 3.0, 2.0):
-        before = None if model[0].weight.grad is None else model[0].weight.grad.clone()
-        model(torch.randn(32, 64).to(dtype)).square().sum().mul(size).backward()
-        gradient = model[0].weight.grad.double() - (0 if before is None else before.double())
-        norms.append(torch.linalg.vector_norm(gradient).item())
+    for _ in range(3):
+        model(torch.randn(32, 64).to(dtype)).square().sum().backward()
     optimizer.step()
     guard.step(0)
     sample: Any = guard.last_sample()
-    (sent,) = [each["value"] for each in sample["scalars"] if each["name"] == "wgrad_norm"]
-    assert sent == pytest.approx(norms[1], rel=1e-2 if dtype == torch.float16 else 1e-12)
-    assert max(norms) == norms[1]
+    sent = [each["value"] for each in sample["scalars"]]
+    assert sent == ([] if bad is None else ["Infinity"])
 
 
 def test_a_place_that_outlives_the_step_keeps_no_hook_of_ours(watch: Callable[..., Guard]) -> None:
@@ -148,22 +138,3 @@ def test_a_place_that_outlives_the_step_keeps_no_hook_of_ours(watch: Callable[..
         handle = kept.register_prehook(seen.append)
         assert list(handle.hooks_dict_ref()) == [handle.id]
         handle.remove()
-
-
-def test_the_norm_is_told_without_the_loss_scale(watch: Callable[..., Guard]) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 16))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    guard = watch(model, optimizer=optimizer)
-    for step in range(3):
-        scaler.scale(model(torch.randn(8, 16)).square().mean()).backward()
-        scaler.unscale_(optimizer)
-        norm = torch.linalg.vector_norm(model[0].weight.grad).item()
-        scaler.step(optimizer)
-        scaler.update()
-        guard.step(step)
-        sample: Any = guard.last_sample()
-        optimizer.zero_grad()
-        (sent,) = [each["value"] for each in sample["scalars"] if each["name"] == "wgrad_norm"]
-        assert sent == pytest.approx(norm, rel=1e-5)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8_safeguard import hooks, kernels
-from fp8_safeguard.hooks import Guard, uses
+from fp8_safeguard.hooks import Guard, aside
 from fp8_safeguard.kernels import Fp8GroupedLinear, Fp8Linear
 
 Watch = Callable[..., Guard]
@@ -47,7 +47,7 @@ class Transfers(TorchDispatchMode):
         monkeypatch.setattr(torch.Tensor, "is_cpu", property(lambda tensor: False))
         # In the place of what keeps the modes around us out.
         monkeypatch.setattr(
-            uses, "_without_modes", lambda: self if self.outside else contextlib.nullcontext()
+            aside, "_without_modes", lambda: self if self.outside else contextlib.nullcontext()
         )
 
     @property
