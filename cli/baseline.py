@@ -1,6 +1,5 @@
 """What is healthy here: learn it, look at it, choose it, drop it."""
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,11 +8,12 @@ import typer
 from fp8_safeguard.cli.api import ApiError, in_path
 from fp8_safeguard.cli.export import destination
 from fp8_safeguard.cli.observed import number_of, steps_of, tracked
-from fp8_safeguard.cli.options import LARGEST, Json, ReadFrom, Run, Server, Token
+from fp8_safeguard.cli.options import LARGEST, Json, ReadFrom, Run, Server, Token, Yes
 from fp8_safeguard.cli.output import (
     Columns,
     Item,
     cell,
+    confirmed,
     fail,
     json_text,
     print_json,
@@ -49,7 +49,7 @@ def learn(
     target: Annotated[
         str | None, typer.Option("--for", help="The run to judge by it, if that is another one.")
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Accept it without being asked.")] = False,
+    yes: Yes = False,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write it to this file instead of using it.")
     ] = None,
@@ -178,11 +178,7 @@ def accept(
             f"{asked.name} is only read here: give --output FILE, or ask the server that writes it "
             "(`fp8-safeguard serve`)."
         )
-    if not yes:
-        if not sys.stdin.isatty():
-            fail("Nothing is stored without --yes where nobody can be asked.", 2)
-        if not typer.confirm(f"Judge {printable(target)} by this baseline from now on?", err=True):
-            fail("Nothing is stored.")
+    confirmed(f"Judge {target} by this baseline from now on?", yes, "Nothing is stored")
     wish = {"run": learned.run, "from_step": learned.from_step, "to_step": learned.to_step}
     with api(asked.name, token) as opened:
         item: Item = opened.post(f"/runs/{in_path(target)}/baselines", wish, timeout_seconds=LEARNING_SECONDS)
@@ -303,7 +299,7 @@ def use(
 def drop(
     number: Number,
     run: OfRun = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    yes: Yes = False,
     server: Server = None,
     token: Token = None,
 ) -> None:
@@ -314,9 +310,8 @@ def drop(
             raise ApiError(
                 f"{name} has no baseline {number}; `fp8-safeguard baseline list` lists them.", status=404
             )
-        if not yes:
-            in_use = ", which is in use," if held["used"] else ""
-            typer.confirm(printable(f"Drop baseline {number}{in_use} of {name}?"), abort=True, err=True)
+        in_use = ", which is in use," if held["used"] else ""
+        confirmed(f"Drop baseline {number}{in_use} of {name}?", yes, "Nothing is dropped")
         opened.delete(f"/runs/{in_path(name)}/baselines/{number}", scope="control")
     typer.echo(printable(f"Baseline {cell(number)} of {name} is dropped."))
 

@@ -2,9 +2,11 @@
 
 import json
 import queue
+import shlex
 import sys
 import time
 import webbrowser
+from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.context import SpawnProcess
 from multiprocessing.queues import Queue
@@ -75,11 +77,26 @@ def run_demo(options: DemoOptions) -> DemoReport:
         report = read_report(Api(server.url), runs, steps=options.steps, fault_step=options.fault_step)
         write_report(options, report, server.url)
         if not options.headless and sys.stdin.isatty():
-            input("The page stays until you press Enter. ")
-    program = Path(sys.argv[0])
-    say(f"To look again: {program} serve --database-url {server.database_url}")
-    say(f"Or in short:   {program} status {runs['protected']} --database-url {server.database_url}")
+            input(f"{page} stays until you press Enter. ")
+    for line in ways_back(runs["protected"], server, program()):
+        say(line)
     return report
+
+
+def ways_back(run: str, server: ServerProcess, command: str) -> Iterator[str]:
+    """How to see the run again once the demo and its server are gone."""
+    where = f"--database-url {shlex.quote(server.database_url)}"
+    yield f"The run's state again: {command} status {run} {where}"
+    yield f"Its page again:        {command} serve --port {server.port} {where}"
+    yield f"                       and then {server.url}/runs/{run}"
+
+
+def program() -> str:
+    """The command that runs now, as a shell takes it."""
+    called = Path(sys.argv[0])
+    if called.suffix == ".py":
+        return f"{shlex.quote(sys.executable)} -m fp8_safeguard.cli.main"
+    return shlex.quote(str(called))
 
 
 def warm_up_kernels() -> None:

@@ -71,6 +71,14 @@ class DatabaseSource:
         """Whether each GEMM could run in FP8, over a range of steps."""
         return self._one(partial(query.readiness, from_step=from_step, to_step=to_step), run)
 
+    def compare(self, a: str, b: str) -> Item:
+        """The losses of two runs at the steps that both have."""
+        return self._one(partial(query.compare, b=b), a)
+
+    def heatmap(self, run: str, **wanted: Any) -> Item:
+        """One metric of all layers over steps; wanted are metric, from_step, to_step and max_cols."""
+        return self._one(partial(query.heatmap, **wanted), run)
+
     def attempts(self, run: str) -> list[Item]:
         """The tree of attempts."""
         return self._items(query.attempts_of, run)

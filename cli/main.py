@@ -10,6 +10,7 @@ from typer.core import TyperCommand
 from fp8_safeguard.cli import act, manage, options, read
 from fp8_safeguard.cli.baseline import baseline
 from fp8_safeguard.cli.check import check
+from fp8_safeguard.cli.compare import compare
 from fp8_safeguard.cli.database import db
 from fp8_safeguard.cli.export import export
 from fp8_safeguard.cli.output import fail, print_json
@@ -17,6 +18,7 @@ from fp8_safeguard.cli.replay import replay
 from fp8_safeguard.cli.report import report
 from fp8_safeguard.cli.serving import serve
 from fp8_safeguard.cli.tokens import token
+from fp8_safeguard.cli.top import top
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -47,9 +49,11 @@ class Listing(TyperCommand):
 
 for reader in (read.status, read.runs, read.layers, read.plan, read.audit):
     app.command(rich_help_panel=WATCHING)(reader)
+app.command(rich_help_panel=WATCHING)(top)
 for lister in (read.alerts, read.decisions):
     app.command(cls=Listing, rich_help_panel=WATCHING)(lister)
 app.command(rich_help_panel=WATCHING)(report)
+app.command(rich_help_panel=WATCHING)(compare)
 app.command(rich_help_panel=WATCHING)(replay)
 app.command(rich_help_panel=WATCHING)(check)
 app.command(rich_help_panel=WATCHING)(export)
@@ -69,7 +73,7 @@ def _version(wanted: bool) -> None:
 
 
 @app.callback()
-def top(
+def root(
     show_version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,

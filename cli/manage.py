@@ -6,8 +6,8 @@ import typer
 
 from fp8_safeguard.cli.act import By, login_name
 from fp8_safeguard.cli.api import in_path
-from fp8_safeguard.cli.options import Json, Server, Token
-from fp8_safeguard.cli.output import Columns, Item, fail, print_json, printable
+from fp8_safeguard.cli.options import Json, Server, Token, Yes
+from fp8_safeguard.cli.output import Columns, Item, confirmed, fail, print_json, printable
 from fp8_safeguard.cli.read import answer, place
 from fp8_safeguard.cli.source import api
 
@@ -53,7 +53,7 @@ def end(
 @run.command("kill-switch")
 def kill_switch(
     run: RunName,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    yes: Yes = False,
     by: By = None,
     server: Server = None,
     token: Token = None,
@@ -63,8 +63,7 @@ def kill_switch(
 
     Proposals and pins are dropped with it; `fp8-safeguard audit` keeps what they were.
     """
-    if not yes:
-        typer.confirm(f"Empty the plan of run {printable(run)} and only observe it?", abort=True, err=True)
+    confirmed(f"Empty the plan of run {run} and only observe it?", yes, "The plan stays as it is")
     with api(server, token) as asked:
         answered: Item = asked.post(f"/runs/{in_path(run)}:kill-switch", _named(by))
     if as_json:
@@ -144,13 +143,12 @@ def unpin(
 @run.command()
 def delete(
     run: RunName,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    yes: Yes = False,
     server: Server = None,
     token: Token = None,
 ) -> None:
     """Delete a run and everything that was stored for it."""
-    if not yes:
-        typer.confirm(f"Delete run {printable(run)} and everything stored for it?", abort=True, err=True)
+    confirmed(f"Delete run {run} and everything stored for it?", yes, "Nothing is deleted")
     with api(server, token) as asked:
         asked.delete(f"/runs/{in_path(run)}")
     typer.echo(printable(f"Run {run} is deleted."))

@@ -39,4 +39,5 @@ Database = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, as the REST interface answers.")]
+Yes = Annotated[bool, typer.Option("--yes", help="Do not ask; needed where nobody can be asked.")]
 Limit = Annotated[int | None, typer.Option(min=1, help="At most this many.")]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import typer
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
     from rich.text import Text
 
 Item = Mapping[str, Any]
@@ -34,6 +35,8 @@ STYLES = {
 FOLDED = "layer"
 """The one column that may be broken over lines; it goes on a line of its own where the rest leaves no room."""
 LEAST_FOLDED_WIDTH = 24
+NOTHING = "-"
+"""An empty cell of a plain table."""
 FRAME = 3
 """What the terminal's table puts around each column."""
 
@@ -46,6 +49,19 @@ def json_text(value: Any) -> str:
 def print_json(value: Any) -> None:
     """JSON on standard output."""
     typer.echo(json_text(value))
+
+
+def confirmed(question: str, yes: bool, otherwise: str) -> None:
+    """Go on only where somebody agrees, by --yes or at a terminal; `otherwise` says what is not done then.
+
+    Exits with 1 on a no, and with 2 where nobody can be asked: nothing is taken from a pipe for an answer.
+    """
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        fail(f"{otherwise} without --yes where nobody can be asked.", 2)
+    if not typer.confirm(printable(question), err=True):
+        fail(f"{otherwise}.")
 
 
 def say(text: str) -> None:
@@ -79,16 +95,23 @@ def cell(value: object) -> str:
 def show(title: str, items: Sequence[Item], columns: Columns) -> None:
     """The items as a coloured table on a terminal, elsewhere as aligned lines, one an item."""
     if sys.stdout.isatty():
-        _show_on_terminal(title, *_texts(items, columns))
+        from rich.console import Console
+
+        console = Console()
+        console.print(terminal_table(title, items, columns, console.width))
         return
     for line in table_lines(title, items, columns):
         typer.echo(line)
 
 
 def table_lines(title: str, items: Sequence[Item], columns: Columns) -> list[str]:
-    """The items as aligned lines under a title and the columns' names."""
-    names, rows = _texts(items, columns)
-    lines = [names, *rows]
+    """The items as aligned lines under a title and the columns' names, for people and for programs.
+
+    Every column is there whatever the items hold, two spaces or more stand between two of them, and NOTHING in an empty
+    cell: cutting a line at its double spaces gives as many cells as there are columns.
+    """
+    lines = [list(columns)]
+    lines += [[cell(column(item)) or NOTHING for column in columns.values()] for item in items]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     padded = (
         "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)) for line in lines
@@ -134,42 +157,45 @@ def coloured(text: str) -> "Text":
     return Text(text, style=STYLES.get(text.lower(), ""))
 
 
-def _show_on_terminal(title: str, names: list[str], rows: list[list[str]]) -> None:
+def terminal_table(title: str, items: Sequence[Item], columns: Columns, width: int) -> "RenderableType":
+    """The items as a coloured table of at most that many columns of letters, or stacked where they do not fit."""
     from rich.box import SIMPLE_HEAD
     from rich.cells import cell_len
-    from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
-    console = Console()
+    names, rows = _texts(items, columns)
+    # Text, because a title may name a layer, and that may look like markup.
+    head = Text(title, style="italic")
     others = [place for place, name in enumerate(names) if name != FOLDED]
     widths = {place: max(map(cell_len, [names[place], *(row[place] for row in rows)])) for place in others}
-    room = console.width - sum(widths.values()) - FRAME * len(names)
-    if FOLDED in names and room < LEAST_FOLDED_WIDTH:
-        _show_stacked(console, title, names, rows)
-        return
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+    if FOLDED in names and width - sum(widths.values()) - FRAME * len(names) < LEAST_FOLDED_WIDTH:
+        return _stacked(head, names, rows, width)
+    table = Table(title=head, title_justify="left", box=SIMPLE_HEAD)
     for name in names:
         table.add_column(name, overflow="fold", no_wrap=name != FOLDED)
     for row in rows:
         table.add_row(*map(coloured, row))
-    console.print(table)
+    return table
 
 
-def _show_stacked(console: Any, title: str, names: list[str], rows: list[list[str]]) -> None:
+def _stacked(head: "Text", names: list[str], rows: list[list[str]], width: int) -> "RenderableType":
     """The folded column on top, the others named below it: for terminals of 80 columns and less."""
+    from rich.console import Group
     from rich.text import Text
 
-    console.print(Text(title, style="italic"))
+    lines = [head]
     folded = names.index(FOLDED)
     for row in rows:
-        console.print(Text(row[folded], style="bold"), overflow="fold")
+        lines.append(Text(row[folded], style="bold", overflow="fold"))
         line = Text()
         for place, (name, text) in enumerate(zip(names, row, strict=True)):
             if place == folded or not text:
                 continue
             pair = Text("  ").append(f"{name} ", style="dim").append(coloured(text))
-            if line.cell_len + pair.cell_len > console.width:
-                console.print(line)
+            if line.cell_len + pair.cell_len > width:
+                lines.append(line)
                 line = Text()
             line.append(pair)
-        console.print(line)
+        lines.append(line)
+    return Group(*lines)

@@ -14,7 +14,7 @@ from fp8_safeguard.cli.output import Columns, Item, cell, print_json, show, show
 from fp8_safeguard.cli.source import Source, about, chosen_run, source
 
 NEEDS_SOMEBODY = ("unstable", "stale")
-"""States of a run for which `status --exit-code` answers 1."""
+"""What a run is, or has ended as, for which `status --exit-code` answers 1."""
 
 
 @contextmanager
@@ -58,13 +58,14 @@ def status(
     token: Token = None,
     as_json: Json = False,
     exit_code: Annotated[
-        bool, typer.Option("--exit-code", help="Exit with 1 when the run is unstable or stale.")
+        bool,
+        typer.Option("--exit-code", help="Exit with 1 when the run is unstable, has ended so, or is stale."),
     ] = False,
 ) -> None:
     """The verdict on a run: its state, why, and what to do next.
 
-    With --exit-code the verdict is the exit code too: 1 for unstable and
-    stale; 0 for healthy, watch, fallback and ended, which need nobody now.
+    With --exit-code the verdict is the exit code too: 1 for unstable, ended
+    unstable and stale; 0 for healthy, watch and fallback, ended so or not.
 
     Examples:
         fp8-safeguard status
@@ -78,8 +79,14 @@ def status(
         else:
             facts = status_lines(detail, asked.plan(name))
             show_facts(detail["id"], detail["verdict"]["state"], facts)
-    if exit_code and detail["state"] in NEEDS_SOMEBODY:
+    if exit_code and needs_somebody(detail):
         raise typer.Exit(1)
+
+
+def needs_somebody(detail: Item) -> bool:
+    """Whether a run is in trouble now, or was when it ended: an end heals nothing."""
+    state = detail["state"]
+    return (detail.get("health") if state == "ended" else state) in NEEDS_SOMEBODY
 
 
 def layers(
@@ -104,11 +111,17 @@ def layers(
         fp8-safeguard layers my-run --limit 10
         fp8-safeguard layers --state unstable --q mlp --json
     """
-    from fp8_safeguard.dashboards.view import follows_words
-
     with asking(server, database_url, token, run) as (asked, name):
         items = asked.layers(name, limit=limit, state=state, q=q, order_by=order_by)
-    columns: Columns = {
+    titles = {None: "layers, worst first", "severity": "layers, worst first", "layer": "layers, model order"}
+    answer(f"{name}: {titles.get(order_by, f'layers, by {order_by}')}", items, layer_columns(), as_json)
+
+
+def layer_columns() -> Columns:
+    """What is shown of each layer."""
+    from fp8_safeguard.dashboards.view import follows_words
+
+    return {
         "layer": lambda item: item["layer"],
         "state": lambda item: item["state"],
         "slot": lambda item: place(item.get("worst") or {}),
@@ -117,8 +130,6 @@ def layers(
         "limit": lambda item: (item.get("worst") or {}).get("threshold"),
         "note": follows_words,
     }
-    titles = {None: "layers, worst first", "severity": "layers, worst first", "layer": "layers, model order"}
-    answer(f"{name}: {titles.get(order_by, f'layers, by {order_by}')}", items, columns, as_json)
 
 
 def alerts(
@@ -209,13 +220,18 @@ def plan(
         "action": lambda item: item["action"],
         "value": lambda item: item.get("value"),
         "decision": lambda item: item["decision_id"],
-        "from step": lambda item: item["not_before_step"],
+        "from step": lambda item: _held_from(item.get("effective_step", item["not_before_step"])),
         "until step": lambda item: item.get("expires_step"),
     }
     if found["entries"]:
         show(f"{name}: plan, version {found['version']}", found["entries"], columns)
     else:
         typer.echo(f"{name}: {plan_line(found, None)}.")
+
+
+def _held_from(step: int | None) -> object:
+    """Since when an entry of a plan holds, as the trainer has said; one that was just approved holds nothing yet."""
+    return "not yet" if step is None else step
 
 
 def audit(
@@ -323,7 +339,8 @@ def facts_line(facts: Item) -> str:
         words = (facts["layer"], place(facts.get("target") or {}), facts.get("action") or "left alone", value)
         return " ".join(str(word) for word in words if word)
     if "plan" in facts:
-        return f"{len(facts['plan']['entries'])} entries and {len(facts['pins'])} pins dropped"
+        entries, pins = len(facts["plan"]["entries"]), len(facts["pins"])
+        return f"{entries} {'entry' if entries == 1 else 'entries'} and {pins} pin{'' if pins == 1 else 's'} dropped"
     return ""
 
 

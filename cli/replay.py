@@ -190,7 +190,7 @@ def show_replay(found: Item) -> None:
         )
     )
     columns: Columns = {
-        "": lambda item: WORDS[item["status"]] + ("" if item["certain"] else " ?"),
+        "compared": lambda item: WORDS[item["status"]] + ("" if item["certain"] else " ?"),
         "step": lambda item: item["step"],
         "stored": lambda item: item["stored_step"],
         "shift": lambda item: f"{item['shift_steps']:+d}" if item["shift_steps"] else None,

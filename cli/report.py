@@ -25,6 +25,8 @@ from fp8_safeguard.cli.output import (
 from fp8_safeguard.cli.read import asking
 
 WORST_FIRST = ("keep_bf16", "watch", "unknown", "safe")
+TROUBLE = ("keep_bf16", "watch")
+"""Verdicts that ask for a remedy."""
 MOST_REASONS = 20
 
 
@@ -63,7 +65,8 @@ def report(
     safe, watch, keep_bf16, or unknown where too little was measured. The judge
     is the error of the recomputed GEMM over the range of steps; of a long
     range the newest steps are read. On a BF16 run attach with shadow=True.
-    A model of which a weight matrix was not observed is not ready.
+    A model of which a weight matrix was not observed is not ready. The remedy
+    is what the policy would take of the what-ifs that were measured.
 
     Examples:
         fp8-safeguard report my-run
@@ -127,14 +130,25 @@ def underflow(item: Item) -> str:
 
 
 def remedy(item: Item) -> str:
-    """What would be safe, or else the best of the alternatives; with its error, and its limit if that is another."""
+    """What would be safe, or else the best of the alternatives; with its error, and its limit if that is another.
+
+    It is the server's word: what the policy would take of the what-ifs that were measured. Without any there is none.
+    """
     best = item["best"]
     if best is None:
-        return ""
+        return untold(item) if item["verdict"] in TROUBLE else ""
     error = percent(best["error_median"])
     if best["threshold"] != item["threshold"]:
         error = f"{error}, limit {percent(best['threshold'])}"
     return f"{item['remedy']} ({error})" if item["remedy"] else f"best {best['variant']} ({error})"
+
+
+def untold(item: Item) -> str:
+    """Why there is no alternative to name; a server of an older release does not say."""
+    measured = item.get("alternatives")
+    if measured is None:
+        return ""
+    return f"none of {measured} measured helps" if measured else "not measured"
 
 
 def _heading(found: Item) -> str:
@@ -158,6 +172,22 @@ def facts(found: Item) -> Iterator[str]:
     if used:
         span = f"steps {found['from_step']} to {found['to_step']}, {used} sampled"
         yield span if used == there else f"{span}; the newest of {there} in the range"
+    if found["items"]:
+        yield rests_on(found)
+
+
+def rests_on(found: Item) -> str:
+    """How many recomputed samples the verdicts have, and how many more are needed where there are too few."""
+    held = [int(item["samples"]) for item in found["items"]]
+    span = f"{min(held)}" if min(held) == max(held) else f"{min(held)} to {max(held)}"
+    said = f"the verdicts rest on {sum(held)} recomputed samples, {span} of each GEMM"
+    short = found["summary"].get("gemms_short")
+    if not short:
+        return said
+    summary = found["summary"]
+    missing = summary["samples_short"]
+    who = "1 GEMM has fewer and needs" if short == 1 else f"{short} GEMMs have fewer and need up to"
+    return f"{said}; a verdict needs {summary['samples_needed']}: {who} {missing} more"
 
 
 def reasons(found: Item) -> Iterator[str]:
@@ -222,6 +252,7 @@ ITEM_NAMES = (
         "underflow_step",
         "rows_flushed",
         "nonfinite_samples",
+        "alternatives",
         "cause",
         "remedy",
     ),

@@ -22,16 +22,16 @@ class ServerProcess:
 
     def __init__(self, database: Path, port: int, log: Path) -> None:
         self.database_url = f"sqlite:///{database.resolve()}"
-        self.url = f"http://127.0.0.1:{port or free_port()}"
+        self.port = port or free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
         self._log = log
 
     def __enter__(self) -> "ServerProcess":
-        port = self.url.rsplit(":", 1)[1]
-        if taken(int(port)):
+        if taken(self.port):
             raise ServerStartError(
-                f"Port {port} is taken. Choose another with --port, or --port 0 for any free one."
+                f"Port {self.port} is taken. Choose another with --port, or --port 0 for any free one."
             )
-        command = [sys.executable, "-m", "fp8_safeguard.cli.main", "serve", "--port", port]
+        command = [sys.executable, "-m", "fp8_safeguard.cli.main", "serve", "--port", str(self.port)]
         environment = {**os.environ, "FP8_SAFEGUARD_DATABASE_URL": self.database_url}
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(

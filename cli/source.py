@@ -43,6 +43,10 @@ class Source(Protocol):
 
     def readiness(self, run: str, *, from_step: int | None = None, to_step: int | None = None) -> Item: ...
 
+    def compare(self, a: str, b: str) -> Item: ...
+
+    def heatmap(self, run: str, **wanted: str | int | None) -> Item: ...
+
     def attempts(self, run: str) -> list[Item]: ...
 
     def pins(self, run: str) -> list[Item]: ...
@@ -99,6 +103,16 @@ class ServerSource:
     def readiness(self, run: str, *, from_step: int | None = None, to_step: int | None = None) -> Item:
         """Whether each GEMM could run in FP8, over a range of steps."""
         found: Item = self._api.get(f"/runs/{in_path(run)}/readiness", from_step=from_step, to_step=to_step)
+        return found
+
+    def compare(self, a: str, b: str) -> Item:
+        """The losses of two runs at the steps that both have."""
+        found: Item = self._api.get("/compare", a=a, b=b)
+        return found
+
+    def heatmap(self, run: str, **wanted: str | int | None) -> Item:
+        """One metric of all layers over steps; wanted are metric, from_step, to_step and max_cols."""
+        found: Item = self._api.get(f"/runs/{in_path(run)}/heatmap", **wanted)
         return found
 
     def attempts(self, run: str) -> list[Item]:

@@ -16,9 +16,9 @@ HEAD = """# Command line
 Written by `docs/commands.py` from the commands themselves.
 
 **Exit codes.** 0: it worked. 1: it did not; or the answer is bad, where a command says so (`status --exit-code`, `report --exit-code`, `check`, `db check`).
-2: it was asked wrongly. An interrupt ends with 130. Answers go to standard output, everything else to standard error.
+2: it was asked wrongly, or has to ask (below) and finds nobody. An interrupt ends with 130. Answers go to standard output, everything else to standard error.
 
-**Where answers come from.** `status`, `runs`, `layers`, `alerts`, `decisions`, `plan`, `audit`, `report`, `replay`, `check`, `baseline` and `export` ask the first of these that is given:
+**Where answers come from.** `status`, `runs`, `layers`, `top`, `alerts`, `decisions`, `plan`, `audit`, `report`, `compare`, `replay`, `check`, `baseline` and `export` ask the first of these that is given:
 
 1. `--server` or `--database-url` (both at once is an error);
 2. `FP8_SAFEGUARD_SERVER`;
@@ -32,8 +32,12 @@ database only: `--database-url`, `FP8_SAFEGUARD_DATABASE_URL`, or `fp8-safeguard
 **Which run is meant.** The one that is named; without a name the one that reported last, of several the newest. Where there are several, a line on standard
 error says which.
 
-**Terminals.** Colour and tables on a terminal, one plain line an item elsewhere. `NO_COLOR` turns colour off. `--json` lists all pages in one;
+**Terminals.** Colour and tables on a terminal, elsewhere plain lines: a title, the names of all columns, then one line an item. Two spaces or more stand between columns, and `-`
+in an empty cell: `sed 1,2d | awk -F '  +' '{print $1, $5}'` takes the first and the fifth. `NO_COLOR` turns colour off. `--json` lists all pages in one;
 non-finite numbers are the strings `"NaN"`, `"Infinity"` and `"-Infinity"`.
+
+**Questions.** `run kill-switch`, `run delete`, `baseline learn` and `baseline drop` ask first, on a terminal; a no ends with 1. `--yes` answers beforehand, and is needed where standard input is no
+terminal: nothing is taken from a pipe for an answer.
 """
 
 

@@ -5,20 +5,19 @@ forward result of a foreign layer in high precision is its real output: it says 
 without shadow mode. A model of which a weight matrix was not observed is not ready, whatever is known of the others.
 """
 
-import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 
+from fp8_safeguard.monitor.alternatives import Advice, Alternative, Judged, advise
 from fp8_safeguard.monitor.budget import fits
 from fp8_safeguard.monitor.history import SAMPLES_NEEDED
 from fp8_safeguard.monitor.policyconfig import PolicyConfig
 from fp8_safeguard.monitor.precision import FP8, FP8_LEAST_ERROR, precisions_of
 from fp8_safeguard.monitor.readings import (
     VERDICTS,
-    Finding,
     GemmReadings,
     OperandReadings,
     Unseen,
@@ -30,38 +29,15 @@ from fp8_safeguard.monitor.readings import (
     verdict_of,
 )
 from fp8_safeguard.monitor.slots import GEMM_OPERANDS, GEMMS, Slot
+from fp8_safeguard.monitor.whatifs import PLAIN
 
 Source = Literal["shadow", "emulated", "measured"]
 """Where the FP8 result came from: a what-if beside the real one, an emulation in its place, or the layer itself."""
 
-SHADOW_VARIANT = "fp8"
-"""The what-if that is the configured FP8 precision itself."""
-NO_FP8_VARIANT = "bf16"
-"""The what-if that leaves FP8: what the others are compared with, no remedy."""
 SHADOW_HINT = "attach(..., shadow=True)"
 RECOMPUTE_HINT = "attach(recompute=N) recomputes more weight gradients a sample"
 MOST_NAMES = 3
 """Matrices that the sentence names."""
-
-_WORDS = {
-    "pow2": "power-of-two scales",
-    "fp32": "float32 scales",
-    "tile128": "128x128 blocks",
-    "tensor": "one scale an operand",
-    "mx32": "MXFP8 blocks of 32",
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Alternative:
-    """What another way of quantising would do to the same GEMM."""
-
-    variant: str
-    verdict: Verdict
-    error_median: float
-    error_worst: float
-    samples: int
-    threshold: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,8 +65,10 @@ class Row:
     underflow_step: int | None
     rows_flushed: float | None
     nonfinite_samples: int
+    alternatives: int
+    """What-ifs that were measured of it; with none nothing is advised."""
     best: Alternative | None
-    """Where plain FP8 is not safe: the best of the what-ifs that help against the reason and have less error."""
+    """Where plain FP8 is not safe: the what-if that the policy would take, or else the first of those that help."""
     cause: str
     """What beside the error keeps it in BF16, `x and w vanish together`; empty where the error alone does."""
     remedy: str | None
@@ -112,6 +90,14 @@ class Summary:
     keep_bf16_ratio: float | None
     """Layers with a GEMM to keep in BF16, of all."""
     budget_ratio: float
+    samples: int
+    """Recomputed results that the verdicts rest on, of all GEMMs."""
+    samples_needed: int
+    """Of each GEMM, unless fewer show that it is bad."""
+    gemms_short: int
+    """GEMMs that have fewer, and no verdict."""
+    samples_short: int
+    """More that each of those needs at most."""
     unobserved: tuple[Unseen, ...]
     """Weights of GEMMs that were not observed: with any, the model is not ready."""
     left_out: tuple[Unseen, ...]
@@ -145,13 +131,17 @@ class _Layer:
         known.update(waiting)
         return tuple(gemm for gemm in GEMMS if gemm in known)
 
+    def read_by(self, gemm: str) -> list[OperandReadings]:
+        """What was read of the operands of a GEMM."""
+        return [self.operands[place] for place in GEMM_OPERANDS[gemm] if place in self.operands]
+
     def judged(self, gemm: str) -> tuple[GemmReadings, Source] | None:
         """The readings that tell what FP8 does to a GEMM; None where there are none."""
         own = self.gemms.get(gemm)
         if own is not None and not self.is_real(gemm):
             # The what-if of the same is there only where something was flagged; this is in every sample.
             return own, "emulated" if own.slot.emulated else "measured"
-        shadows = (each for each in self.variants.get(gemm, ()) if each.slot.variant == SHADOW_VARIANT)
+        shadows = (each for each in self.variants.get(gemm, ()) if each.slot.variant == PLAIN)
         return next(((each, "shadow") for each in shadows if each.samples), None)
 
     def is_real(self, gemm: str) -> bool:
@@ -183,7 +173,7 @@ def assess(
     follow. budget_ratio: share of the layers that may stay in BF16.
     """
     layers = _by_layer(order, gemms, operands, fallen)
-    rows = tuple(_row(name, gemm, layer) for name, layer in layers.items() for gemm in layer.wanted())
+    rows = tuple(row for name, layer in layers.items() for row in _rows(name, layer))
     return Report(rows, _summary(rows, coverage, ended, budget_ratio))
 
 
@@ -210,28 +200,41 @@ def _by_layer(
     return layers
 
 
-def _row(name: str, gemm: str, layer: _Layer) -> Row:
-    judged = layer.judged(gemm)
-    readings, source = judged if judged is not None else (_nothing(name, gemm), None)
-    operands = [layer.operands[place] for place in GEMM_OPERANDS[gemm] if place in layer.operands]
+def _rows(name: str, layer: _Layer) -> Iterator[Row]:
+    """A row for each GEMM of a layer; what helps them is told of all together."""
+    judged = {gemm: _judged(name, gemm, layer) for gemm in layer.wanted()}
+    advice = advise(name, judged)
+    for gemm, each in judged.items():
+        yield _row(gemm, each, layer, advice[gemm])
+
+
+def _judged(name: str, gemm: str, layer: _Layer) -> Judged:
+    found = layer.judged(gemm)
+    readings = _nothing(name, gemm) if found is None else found[0]
     reads_weight = any(place[0] == "w" for place in GEMM_OPERANDS[gemm])
-    finding = verdict_of(readings, operands, vanishing_together(layer.operands) if reads_weight else "")
-    verdict, reason = finding.verdict, finding.reason
-    if verdict == "unknown" and judged is None and layer.is_real(gemm):
+    together = vanishing_together(layer.operands) if reads_weight else ""
+    finding = verdict_of(readings, layer.read_by(gemm), together)
+    if finding.verdict == "unknown" and found is None and layer.is_real(gemm):
         reason = f"its real output is not FP8: {SHADOW_HINT} measures what FP8 would give"
+        finding = finding._replace(reason=reason)
+    return Judged(readings, finding, layer.variants.get(gemm, ()))
+
+
+def _row(gemm: str, judged: Judged, layer: _Layer, advice: Advice) -> Row:
+    readings, finding, found = judged.plain, judged.finding, layer.judged(gemm)
+    operands = layer.read_by(gemm)
     lossy = max(
         (each for each in operands if each.underflow is not None),
         key=lambda each: each.underflow or 0.0,
         default=None,
     )
     flushed = (each.rows_flushed for each in operands if each.rows_flushed is not None)
-    best = None if verdict == "safe" else _best(layer.variants.get(gemm, ()), readings, finding)
     return Row(
-        layer=name,
+        layer=readings.slot.layer,
         gemm=gemm,
-        verdict=verdict,
-        reason=reason,
-        source=source,
+        verdict=finding.verdict,
+        reason=finding.reason,
+        source=found[1] if found is not None else None,
         samples=readings.samples,
         error_median=readings.median,
         error_worst=readings.worst[0] if readings.worst else None,
@@ -244,60 +247,15 @@ def _row(name: str, gemm: str, layer: _Layer) -> Row:
         underflow_step=lossy.underflow_step if lossy else None,
         rows_flushed=max(flushed, default=None),
         nonfinite_samples=readings.nonfinite,
-        best=best,
+        alternatives=advice.measured,
+        best=advice.best,
         cause=finding.cause,
-        remedy=f"safe with {variant_words(best.variant)}" if best and best.verdict == "safe" else None,
+        remedy=advice.remedy,
     )
 
 
 def _nothing(layer: str, gemm: str) -> GemmReadings:
     return GemmReadings(slot=Slot(layer, gemm=gemm), steps=np.zeros(0, np.int64), errors=np.zeros(0))
-
-
-def _best(variants: Iterable[GemmReadings], plain: GemmReadings, finding: Finding) -> Alternative | None:
-    """The what-if that lies lowest under its own format's level; safe ones first. None where none helps."""
-    found = []
-    for readings in variants:
-        name = readings.slot.variant or ""
-        if name in (SHADOW_VARIANT, NO_FP8_VARIANT) or readings.median is None or readings.worst is None:
-            continue
-        if not (_changes(name, finding.lost_in) and readings.median < _error_beside(readings, plain)):
-            continue
-        verdict = verdict_of(readings, ()).verdict
-        level = level_of(readings.slot.gemm or "", "act", readings.fmt)
-        made = Alternative(
-            variant=name,
-            verdict=verdict,
-            error_median=readings.median,
-            error_worst=readings.worst[0],
-            samples=readings.samples,
-            threshold=level,
-        )
-        found.append(((verdict != "safe", readings.worst[0] / level, readings.median, made.variant), made))
-    return min(found, key=lambda pair: pair[0])[1] if found else None
-
-
-def _changes(variant: str, lost_in: Iterable[frozenset[str]]) -> bool:
-    """Whether a what-if changes an operand of each of these sets; one that names none changes all."""
-    operand = re.match("(x|w|dy)_", variant)
-    return all(places if operand is None else operand[1] in places for places in lost_in)
-
-
-def _error_beside(variant: GemmReadings, plain: GemmReadings) -> float:
-    """The plain result's median error in the samples that have the what-if; where they share none, in all."""
-    # Most what-ifs are there only where something was flagged: the healthy rest would make them look bad.
-    shared = plain.errors[np.isin(plain.steps, variant.steps)]
-    errors = shared if len(shared) else plain.errors
-    return float(np.median(errors)) if len(errors) else 0.0
-
-
-def variant_words(name: str) -> str:
-    """A what-if's name in a sentence: `e5m2 for dy`, `multiplier 2^-4 for x`; one that is not known stays as it is."""
-    operand = re.fullmatch(r"(x|w|dy)_(.+)", name)
-    what = operand[2] if operand else name
-    scale = re.fullmatch(r"multiplier_(2\^-?\d+)", what)
-    what = f"multiplier {scale[1]}" if scale else _WORDS.get(what, what)
-    return f"{what} for {operand[1]}" if operand else what
 
 
 def _summary(
@@ -309,6 +267,7 @@ def _summary(
     layers = dict.fromkeys(row.layer for row in rows)
     kept = tuple(dict.fromkeys(row.layer for row in rows if row.verdict == "keep_bf16"))
     kept_ratio = len(kept) / len(layers) if layers else None
+    few = _few(rows)
     unobserved, left_out = unseen(coverage)
     faults = [
         _over_budget(kept, len(layers), budget_ratio) if rows else "no GEMM was measured in these steps",
@@ -326,6 +285,10 @@ def _summary(
         keep_bf16_layers=kept,
         keep_bf16_ratio=kept_ratio,
         budget_ratio=budget_ratio,
+        samples=sum(row.samples for row in rows),
+        samples_needed=SAMPLES_NEEDED,
+        gemms_short=len(few),
+        samples_short=max((SAMPLES_NEEDED - row.samples for row in few), default=0),
         unobserved=unobserved,
         left_out=left_out,
     )
@@ -349,12 +312,16 @@ def _over_budget(kept: Sequence[str], layers: int, budget_ratio: float) -> str:
     return f"{share} would have to stay in BF16, and the budget is {percent(budget_ratio)}"
 
 
+def _few(rows: Iterable[Row]) -> list[Row]:
+    """GEMMs without a verdict that more samples of the same kind would give one."""
+    return [row for row in rows if row.verdict == "unknown" and SHADOW_HINT not in row.reason]
+
+
 def _not_known(rows: Sequence[Row], unknown: int, ended: bool) -> str:
     """How many GEMMs have no verdict, and what gives them one; empty where all have."""
     if not unknown:
         return ""
-    waiting = [row for row in rows if row.verdict == "unknown"]
-    few = [row for row in waiting if SHADOW_HINT not in row.reason]
+    few = _few(rows)
     ways_out = [f"run it with {SHADOW_HINT}"] if len(few) < unknown else []
     if few and not ended:
         # In shadow mode the run starts anew anyway.

@@ -34,6 +34,7 @@ TWICE = 2
 """Samples beyond a level that make it more than an accident, as for the policy."""
 
 
+_GRADIENT, _TOGETHER = frozenset({"dy"}), frozenset({"x", "w"})
 _NO_GEMM = ("no GEMM",)
 """In the reasons of coverage: a look-up has nothing to do with FP8."""
 _NO_FP8 = ("excluded by filter", "convolution")
@@ -123,6 +124,18 @@ class Finding(NamedTuple):
     """What beside the error keeps it in BF16; empty where the error alone does."""
     lost_in: tuple[frozenset[str], ...] = ()
     """Of each reason that is no error, the operands of which one must change to help; empty where nothing would."""
+    fails: bool = False
+    """Whether the error alone keeps it in BF16."""
+
+    @property
+    def vanishing(self) -> bool:
+        """Whether it stays in BF16 because weights and activations vanish together."""
+        return self.verdict == "keep_bf16" and _TOGETHER in self.lost_in
+
+    @property
+    def flushed(self) -> bool:
+        """Whether it stays in BF16 because rows of the gradient are flushed."""
+        return self.verdict == "keep_bf16" and _GRADIENT in self.lost_in
 
 
 def verdict_of(readings: GemmReadings, operands: Sequence[OperandReadings], together: str = "") -> Finding:
@@ -134,9 +147,9 @@ def verdict_of(readings: GemmReadings, operands: Sequence[OperandReadings], toge
     said = "; ".join(each for each in (harm, flush, together) if each)
     if said:
         causes = {"rows of dy flushed": flush, "x and w vanish together": together}
-        places = [frozenset({"dy"})] * bool(flush) + [frozenset({"x", "w"})] * bool(together)
+        places = [_GRADIENT] * bool(flush) + [_TOGETHER] * bool(together)
         cause = ", ".join(cause for cause, there in causes.items() if there)
-        return Finding("keep_bf16", said, cause, tuple(places))
+        return Finding("keep_bf16", said, cause, tuple(places), bool(harm))
     broken = f"NaN or Inf in {_samples(readings.nonfinite)}" if readings.nonfinite else ""
     missing = SAMPLES_NEEDED - readings.samples
     if missing > 0:

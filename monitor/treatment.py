@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -230,7 +230,11 @@ def choices(case: Case, look: Look, plan: Plan, allowed: Callable[[Remedy], bool
         for remedy in catalogue()
         if _suits(case, remedy) and allowed(remedy)
     )
-    found = [choice for choice in measured if choice is not None]
+    return ranked([choice for choice in measured if choice is not None])
+
+
+def ranked(found: Sequence[Choice]) -> list[Choice]:
+    """The same, in the order in which the policy takes them and the readiness report advises them."""
     return sorted(found, key=lambda choice: (choice.remedy.cost, *_room(choice, found), choice.order))
 
 

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import pty
 import random
 import subprocess
 import sys
@@ -132,6 +133,26 @@ def process(tmp_path: Path) -> Callable[..., Said]:
             env={**os.environ, **environment},
             cwd=tmp_path,
         )
+        return Said(done.returncode, done.stdout, done.stderr)
+
+    return run
+
+
+@pytest.fixture
+def at_terminal(tmp_path: Path) -> Callable[..., Said]:
+    """Runs a command as a person does, who has typed this for it."""
+
+    def run(typed: str, *arguments: str) -> Said:
+        master, slave = pty.openpty()
+        os.write(master, typed.encode())
+        command = [sys.executable, "-m", "fp8_safeguard.cli.main", *arguments]
+        try:
+            done = subprocess.run(
+                command, stdin=slave, capture_output=True, text=True, timeout=60, cwd=tmp_path
+            )
+        finally:
+            for end in (master, slave):
+                os.close(end)
         return Said(done.returncode, done.stdout, done.stderr)
 
     return run

@@ -1,10 +1,6 @@
 """`fp8-safeguard baseline`: the false alarms before it is accepted, and what a run is judged by after."""
 
 import json
-import os
-import pty
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -71,7 +67,9 @@ def test_a_preview_is_the_same_from_a_server_and_from_its_database(
     assert "is only read here: give --output FILE" in kept.err
 
 
-def test_learned_used_shown_and_dropped(recipes: Any, cli: Callable[..., Any]) -> None:
+def test_learned_used_shown_and_dropped(
+    recipes: Any, cli: Callable[..., Any], at_terminal: Callable[..., Any]
+) -> None:
     made = learn(cli, recipes, "--for", "good-other", "--yes")
     assert made.code == 0, made.err
     (item,) = recipes.get("/runs/good-other/baselines")["items"]
@@ -100,7 +98,10 @@ def test_learned_used_shown_and_dropped(recipes: Any, cli: Callable[..., Any]) -
     assert Path("b.json").read_text(encoding="utf-8") == "kept"
     assert cli("baseline", "show", number, *at, "--output", "b.json", "--force").code == 0
     assert json.loads(Path("b.json").read_text(encoding="utf-8")) == local.json["baseline"]
-    asked = cli("baseline", "drop", number, *at)
+    refused = cli("baseline", "drop", number, *at)
+    assert (refused.code, refused.out) == (2, "")
+    assert refused.err == "Nothing is dropped without --yes where nobody can be asked.\n"
+    asked = at_terminal("n\n", "baseline", "drop", number, *at)
     assert (asked.code, asked.out.strip()) == (1, "")
     assert f"Drop baseline {number}" in asked.err
     assert "its preset alone" in cli("baseline", "use", "none", *at).out
@@ -113,18 +114,15 @@ def test_learned_used_shown_and_dropped(recipes: Any, cli: Callable[..., Any]) -
     assert "good-other: no baselines." in cli("baseline", "list", "good-other", "--server", recipes.url).out
 
 
-@pytest.mark.parametrize(("answer", "code", "stored"), [(b"n\n", 1, 0), (b"y\n", 0, 1)])
-def test_a_person_at_a_terminal_is_asked(recipes: Any, answer: bytes, code: int, stored: int) -> None:
-    master, slave = pty.openpty()
-    command = [sys.executable, "-m", "fp8_safeguard.cli.main", "baseline", "learn", "--run", "good"]
-    command += ["--steps", "10:49", "--for", "late", "--server", recipes.url]
-    os.write(master, answer)
-    done = subprocess.run(command, stdin=slave, capture_output=True, text=True, timeout=60)
-    for end in (master, slave):
-        os.close(end)
-    assert (done.returncode, len(recipes.get("/runs/late/baselines")["items"])) == (code, stored), done.stderr
-    assert "Judge late by this baseline from now on? [y/N]" in done.stderr
-    assert done.stdout.startswith("good, steps 10 to 49")
+@pytest.mark.parametrize(("answer", "code", "stored"), [("n\n", 1, 0), ("y\n", 0, 1)])
+def test_a_person_at_a_terminal_is_asked(
+    recipes: Any, at_terminal: Callable[..., Any], answer: str, code: int, stored: int
+) -> None:
+    window = ("--steps", "10:49", "--for", "late", "--server", recipes.url)
+    said = at_terminal(answer, "baseline", "learn", "--run", "good", *window)
+    assert (said.code, len(recipes.get("/runs/late/baselines")["items"])) == (code, stored), said.err
+    assert "Judge late by this baseline from now on? [y/N]" in said.err
+    assert said.out.startswith("good, steps 10 to 49")
 
 
 def test_a_window_with_a_fallback_in_force_is_refused(recipes: Any, cli: Callable[..., Any]) -> None:

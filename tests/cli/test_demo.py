@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -50,6 +51,18 @@ def test_the_address_comes_first_and_the_summary_last(output: str, figures: dict
     assert re.fullmatch(r"Live page: http://127\.0\.0\.1:\d+/runs/\S+", lines[0])
     assert "FP8, fault, safeguard on" in output
     assert f"{figures['loss_protected']:.4f}" in output
+
+
+def test_the_last_lines_show_the_run_again(output: str, figures: dict[str, Any], folder: Path) -> None:
+    run = figures["run_ids"]["protected"]
+    state, serve, page = output.splitlines()[-3:]
+    assert state.startswith("The run's state again: ")
+    done = subprocess.run(
+        shlex.split(state.partition(": ")[2]), capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.startswith(f"{run}: ")
+    assert f"sqlite:///{folder / 'demo.db'}" in serve
+    assert page.strip() == f"and then {output.splitlines()[0].removeprefix('Live page: ')}"
 
 
 def test_the_fault_is_seen_decided_and_acted_on_in_time(figures: dict[str, Any]) -> None:

@@ -1,12 +1,16 @@
 """The demo's summary says what the figures say, also when the demo fails."""
 
+import shlex
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from fp8_safeguard.cli.demo import DemoError, DemoOptions, run_demo
+from fp8_safeguard.cli.demo import DemoError, DemoOptions, program, run_demo, ways_back
 from fp8_safeguard.cli.demo_report import DemoReport, first, read_report, summary_lines
+from fp8_safeguard.cli.server_process import ServerProcess
 
 RUNS = {"protected": "p", "healthy": "h", "unprotected": "u", "bf16_with_fault": "b"}
 GOOD = DemoReport(
@@ -96,3 +100,20 @@ def test_summary_does_not_hide_a_failure(missing: dict[str, None], words: str) -
 def test_too_few_steps_say_how_many_are_needed(tmp_path: Path) -> None:
     with pytest.raises(DemoError, match="at least 110"):
         run_demo(DemoOptions(steps=40, port=0, headless=True, folder=tmp_path))
+
+
+def test_the_ways_back_can_be_pasted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also out of a folder with a space, for a server on a port of its own, and for a module that has no command."""
+    folder = tmp_path / "my demo"
+    folder.mkdir()
+    server = ServerProcess(folder / "demo.db", 8999, folder / "server.log")
+    monkeypatch.setattr(sys, "argv", ["/opt/my tools/fp8-safeguard", "demo"])
+    state, serve, page = ways_back("demo-1", server, program())
+    command = ["/opt/my tools/fp8-safeguard", "status", "demo-1", "--database-url", server.database_url]
+    assert shlex.split(state.removeprefix("The run's state again: ")) == command
+    served = shlex.split(serve.removeprefix("Its page again:"))
+    assert served[1:] == ["serve", "--port", "8999", "--database-url", server.database_url]
+    assert page.split()[-1] == "http://127.0.0.1:8999/runs/demo-1"
+    monkeypatch.setattr(sys, "argv", [str(Path(sys.prefix) / "cli" / "main.py"), "demo"])
+    called = subprocess.run([*shlex.split(program()), "--version"], capture_output=True, text=True)
+    assert called.stdout.startswith("fp8-safeguard ")

@@ -47,12 +47,39 @@ def test_nothing_is_deleted_without_a_yes(cli: Callable[..., Any]) -> None:
     assert len(cli("runs", "--json").json["items"]) == 2
 
 
-@pytest.mark.parametrize("command", [("kill-switch", "r1", "--json"), ("delete", "r1")])
-def test_a_question_stands_on_standard_error(cli: Callable[..., Any], command: tuple[str, ...]) -> None:
-    said = cli("run", *command)
+QUESTIONS = pytest.mark.parametrize(
+    ("command", "otherwise"),
+    [
+        (("run", "kill-switch", "r1", "--json"), "The plan stays as it is"),
+        (("run", "delete", "r1"), "Nothing is deleted"),
+    ],
+)
+"""`baseline learn` and `baseline drop` ask as these do."""
+
+
+@QUESTIONS
+def test_where_nobody_can_be_asked_a_yes_is_needed(
+    cli: Callable[..., Any], command: tuple[str, ...], otherwise: str
+) -> None:
+    said = cli(*command)
+    assert (said.code, said.out) == (2, "")
+    assert said.err == f"{otherwise} without --yes where nobody can be asked.\n"
+
+
+@QUESTIONS
+def test_a_question_stands_on_standard_error(
+    at_terminal: Callable[..., Any], command: tuple[str, ...], otherwise: str
+) -> None:
+    said = at_terminal("n\n", *command)
     # click reads the answer behind a space of its own, which JSON allows.
     assert (said.code, said.out.strip()) == (1, "")
     assert "[y/N]" in said.err
+    assert said.err.endswith(f"{otherwise}.\n")
+
+
+def test_a_yes_at_a_terminal_does_it(cli: Callable[..., Any], at_terminal: Callable[..., Any]) -> None:
+    assert at_terminal("y\n", "run", "delete", "r1").code == 0
+    assert [item["id"] for item in cli("runs", "--json").json["items"]] == ["r2"]
 
 
 def test_an_unknown_run_is_named(cli: Callable[..., Any]) -> None:
@@ -122,4 +149,4 @@ def test_the_kill_switch_empties_the_plan_and_is_kept(cli: Callable[..., Any]) -
     assert cli("plan", "r1", "--json").json["entries"] == []
     told = {item["what"]: item for item in cli("audit", "r1", "--json").json["items"]}
     assert told["kill-switch"]["actor"] == "Eve"
-    assert "1 entries and 1 pins dropped" in cli("audit", "r1").out
+    assert "1 entry and 1 pin dropped" in cli("audit", "r1").out

@@ -56,7 +56,9 @@ def test_the_verdict_comes_first_and_the_worst_gemm_next(ready: Any, cli: Callab
         "at",
         "step",
         "limit",
+        "underflow",
         "samples",
+        "cause",
         "remedy",
     ]
     assert lines[2].split(None, 3)[:3] == ["layers.0.a|b", "fprop", "keep_bf16"]
@@ -67,6 +69,7 @@ def test_the_verdict_comes_first_and_the_worst_gemm_next(ready: Any, cli: Callab
         "8 GEMMs of 8 layers: 7 safe, 1 keep_bf16",
         "keep in BF16 (12.5 % of the layers, budget 15 %): layers.0.a|b",
         "steps 0 to 5, 6 sampled",
+        "the verdicts rest on 48 recomputed samples, 6 of each GEMM",
         "layers.0.a|b fprop: error 40 % at step 0: beyond 15 % one sample is enough",
     ]
 
@@ -210,3 +213,33 @@ def test_a_range_without_samples_says_so(ready: Any, cli: Callable[..., Any]) ->
     said = ask(cli, ready, "one-sick-layer", "--from-step", "100")
     assert said.out == "one-sick-layer: not ready: no GEMM was measured in these steps\n"
     assert "| " not in ask(cli, ready, "one-sick-layer", "--from-step", "100", "--format", "markdown").out
+
+
+def test_too_few_samples_say_how_many_more_are_needed(ready: Any, cli: Callable[..., Any]) -> None:
+    few = ask(cli, ready, "one-sick-layer", "--from-step", "3").out.splitlines()
+    assert "the verdicts rest on 24 recomputed samples, 3 of each GEMM; a verdict needs 4: 7 GEMMs have fewer and need up to 1 more" in few  # fmt: skip
+    summary = ask(cli, ready, "one-sick-layer", "--from-step", "3", "--json").json["summary"]
+    assert (summary["samples"], summary["gemms_short"], summary["samples_short"]) == (24, 7, 1)
+
+
+@pytest.mark.parametrize(
+    ("variant", "said", "measured"),
+    [
+        ("bf16", "not measured", 0),
+        ("x_e5m2", "none of 1 measured helps", 1),
+    ],
+)
+def test_without_a_measured_what_if_that_helps_nothing_is_advised(
+    ready: Any, cli: Callable[..., Any], variant: str, said: str, measured: int
+) -> None:
+    bundle = ready.get("/runs/one-sick-layer/export")["samples"]
+    for sample in bundle:
+        sample["slots"][8]["variant"] = variant
+        sample["columns"]["sum_sq_err"][8] = 65536.0 * 0.41**2
+    answer = httpx2.post(f"{ready.url}/api/v1/runs/untold-{variant}/samples", json={"samples": bundle})
+    assert answer.status_code == 200, answer.text
+    rows = ask(cli, ready, f"untold-{variant}").out.splitlines()[2:10]
+    assert [line.endswith(f"  {said}") for line in rows] == [True] + [False] * 7
+    item = ask(cli, ready, f"untold-{variant}", "--json").json["items"][0]
+    assert (item["alternatives"], item["best"], item["remedy"]) == (measured, None, None)
+    assert f"| {said} |" in ask(cli, ready, f"untold-{variant}", "--format", "markdown").out

@@ -15,6 +15,8 @@ import httpx2
 import pytest
 
 from fp8_safeguard.cli.output import show_facts
+from fp8_safeguard.server.serve import running_server
+from fp8_safeguard.server.settings import Settings
 
 COMMAND = [sys.executable, "-m", "fp8_safeguard.cli.main"]
 HELP_CPU_SECONDS = 0.8
@@ -134,6 +136,27 @@ def test_an_exit_code_for_a_bad_verdict_only_where_asked(
     assert (stale.code, stale.out.splitlines()[0]) == (1, "healthy-7b: STALE")
 
 
+@pytest.mark.parametrize(
+    ("sick", "code", "words"), [(True, 1, "ended unstable"), (False, 0, "ended healthy")]
+)
+def test_an_end_heals_nothing(
+    cli: Callable[..., Any],
+    send_run: Callable[..., None],
+    tmp_path: Path,
+    sick: bool,
+    code: int,
+    words: str,
+) -> None:
+    """A cron job that asks about a run which ended in trouble overnight has to hear of it."""
+    with running_server(Settings(database_url=f"sqlite:///{tmp_path}/ended.db")) as url:
+        send_run(url, "over", 6, sick=sick, mode="observe")
+        assert cli("run", "end", "over", "--server", url).code == 0
+        said = cli("status", "over", "--exit-code", "--server", url)
+    assert said.out.splitlines()[0] == "over: ENDED"
+    assert words in said.out
+    assert said.code == code
+
+
 def test_a_reader_that_leaves_early_ends_it_silently(service: Any) -> None:
     question = [*COMMAND, "export", "sick-7b", "--database-url", service.database_url]
     for arguments in (question, [*COMMAND, "layers", "sick-7b", "--json", "--server", service.url]):
@@ -219,6 +242,9 @@ def test_every_command_explains_itself_in_80_columns(
         "baseline",
         "replay",
         "check",
+        "compare",
+        "report",
+        "top",
     ):
         assert re.search(rf"│ {name} ", listed), name
         said = cli(name, "--help")

@@ -29,7 +29,9 @@ class Ranks:
 
     def __init__(self, script: str, scenario: str, size: int, folder: Path, **environment: str) -> None:
         self.folder, self.size, self._scenario = folder, size, scenario
-        fixed = {"OMP_NUM_THREADS": "1", "XDG_STATE_HOME": str(folder)}
+        # The scripts import each other, and the folder of a script is on no path here.
+        beside = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
+        fixed = {"OMP_NUM_THREADS": "1", "XDG_STATE_HOME": str(folder), "PYTHONPATH": beside}
         command = [sys.executable, str(HERE / f"{script}.py")]
         self.processes = [
             subprocess.Popen(

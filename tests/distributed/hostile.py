@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import signal
@@ -15,26 +14,14 @@ from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
+import trouble
+import worker
 from torch import nn
 
 from fp8_safeguard.hooks import AlreadyAttachedError, Guard
 from fp8_safeguard.kernels import Fp8Linear
 
 Result = dict[str, Any]
-
-
-def _load(name: str) -> Any:
-    """A file beside this one: the folder of a script is on no path here."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-worker, trouble = _load("worker"), _load("trouble")
 FOLDER = Path(sys.argv[3])
 PAUSE_SECONDS = 4.0
 

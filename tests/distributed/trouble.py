@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 import time
@@ -12,26 +11,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import worker
 from torch import nn
 
 from fp8_safeguard.hooks import Guard
 from fp8_safeguard.kernels import Fp8Linear, QuantizedTensor
 
 Result = dict[str, Any]
-
-
-def _load(name: str) -> Any:
-    """A file beside this one: the folder of a script is on no path here."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-worker = _load("worker")
 
 
 def alone(guard: Guard, model: nn.Module, step: int, x: torch.Tensor) -> None:

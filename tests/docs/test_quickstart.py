@@ -71,6 +71,7 @@ def test_the_commands_tell_of_the_run(said: dict[str, str]) -> None:
     assert said["status quickstart"].startswith("quickstart: ENDED\n")
     assert len(said["layers quickstart"].splitlines()) == 2 + 2
     assert said["alerts quickstart"]
+    assert said["top quickstart"].startswith("quickstart: ENDED, step 30, loss ")
 
 
 def test_the_server_has_what_the_page_promises(said: dict[str, str], server: str) -> None:

@@ -48,6 +48,14 @@ def generator() -> torch.Generator:
     return torch.Generator().manual_seed(20240607)
 
 
+@pytest.fixture
+def same_weights() -> Iterator[None]:
+    """Initial weights that are the same every time."""
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        yield
+
+
 ANSWERS_KEPT = 32
 """What an oracle said lately: each implementation and level asks the same questions."""
 

@@ -1,7 +1,7 @@
 """Delayed scaling: scales of a step from the amax of the steps before it."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -23,20 +23,10 @@ from fp8_safeguard.kernels import (
     quantize,
 )
 
+from .delayed_inputs import delayed, with_amax
+
+pytestmark = pytest.mark.usefixtures("same_weights")
 MAXIMUM = 448.0
-
-
-@pytest.fixture(autouse=True)
-def seeded() -> Iterator[None]:
-    """Initial weights that are the same every time."""
-    with torch.random.fork_rng():
-        torch.manual_seed(7)
-        yield
-
-
-def delayed(**options: Any) -> LinearPrecision:
-    operand = OperandFormat(scaling="delayed", **options)
-    return LinearPrecision(x=operand, w=operand, dy=operand)
 
 
 class Step:
@@ -54,13 +44,6 @@ class Step:
             y.backward(dy)
         self.optimizer.zero_grad()
         self.optimizer.step()
-
-
-def with_amax(rows: int, columns: int, amax: float, seed: int = 0) -> Tensor:
-    """Random values within half of amax, and one that is amax."""
-    values = torch.rand(rows, columns, generator=torch.Generator().manual_seed(seed)) * amax / 2
-    values[rows // 2, columns // 3] = -amax
-    return values
 
 
 class Simulated:

@@ -15,7 +15,6 @@ from fp8_safeguard.kernels import (
     DelayedScaling,
     Fp8Linear,
     KernelError,
-    LinearPrecision,
     OperandFormat,
     QuantizedTensor,
     ScaledFormat,
@@ -23,25 +22,9 @@ from fp8_safeguard.kernels import (
     quantize,
 )
 
+from .delayed_inputs import delayed, with_amax
 
-@pytest.fixture(autouse=True)
-def seeded() -> Iterator[None]:
-    """Initial weights that are the same every time."""
-    with torch.random.fork_rng():
-        torch.manual_seed(7)
-        yield
-
-
-def delayed(**options: Any) -> LinearPrecision:
-    operand = OperandFormat(scaling="delayed", **options)
-    return LinearPrecision(x=operand, w=operand, dy=operand)
-
-
-def with_amax(rows: int, columns: int, amax: float, seed: int = 0) -> Tensor:
-    """Random values within half of amax, and one that is amax."""
-    values = torch.rand(rows, columns, generator=torch.Generator().manual_seed(seed)) * amax / 2
-    values[rows // 2, columns // 3] = -amax
-    return values
+pytestmark = pytest.mark.usefixtures("same_weights")
 
 
 def train(layer: Fp8Linear, *amax: float) -> None:

@@ -65,6 +65,8 @@ def test_a_healthy_run_is_ready() -> None:
     assert report.summary.sentence == "ready for FP8"
     assert (report.summary.verdict, report.summary.safe_ratio) == ("ready", 1.0)
     assert (report.summary.gemms, report.summary.layers, report.summary.keep_bf16_layers) == (60, 20, ())
+    assert (report.summary.samples, report.summary.samples_needed) == (480, 4)
+    assert (report.summary.gemms_short, report.summary.samples_short) == (0, 0)
     row = report.rows[0]
     assert (row.error_median, row.error_worst, row.error_worst_step) == (0.024, 0.039, 70)
     assert (row.error_latest, row.error_latest_step, row.samples, row.threshold) == (0.039, 70, 8, 0.05)
@@ -120,6 +122,10 @@ def test_too_few_samples_say_how_many_are_needed() -> None:
     assert only(gemm("a", "wgrad", [0.028] * 4)).verdict == "safe"
     assert only(gemm("a", "wgrad", [])).reason == "no sample, 4 more needed"
     assert only(gemm("a", "wgrad", [])).error_median is None
+    few = [gemm("a", "fprop", [0.02] * 9), gemm("a", "dgrad", [0.02] * 3), gemm("a", "wgrad", [0.02])]
+    summary = assess([*few, *foreign("real")]).summary
+    # The real output of `real` waits for shadow mode, not for more samples.
+    assert (summary.samples, summary.gemms_short, summary.samples_short) == (29, 2, 3)
 
 
 def test_bad_enough_needs_no_more_samples() -> None:

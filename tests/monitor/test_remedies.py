@@ -5,7 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fp8_safeguard.monitor.readiness import Row, assess, variant_words
+from fp8_safeguard.monitor.alternatives import variant_words
+from fp8_safeguard.monitor.readiness import Row, assess
 from fp8_safeguard.monitor.readings import GemmReadings, OperandReadings
 from fp8_safeguard.monitor.slots import Slot
 
@@ -84,6 +85,15 @@ def test_a_what_if_is_compared_in_the_samples_that_have_it() -> None:
     assert only(gemm("fprop", [0.024] * 8 + [0.3] * 4), early).best is None
 
 
+def test_a_fault_that_comes_and_goes_is_judged_where_it_is() -> None:
+    """In shadow mode what-ifs stand in healthy samples, too, and the median of those is no fault."""
+    plain = gemm("fprop", [0.024] * 6 + [0.06] * 2)
+    row = only(plain, gemm("fprop", [0.05] * 6 + [0.055] * 2, variant="x_e5m2"))
+    assert (row.verdict, row.remedy) == ("keep_bf16", "safe with e5m2 for x")
+    # As good in health, and no better where it fails.
+    assert only(plain, gemm("fprop", [0.02] * 6 + [0.07] * 2, variant="x_e5m2")).best is None
+
+
 def test_a_row_to_watch_gets_no_remedy_that_is_worse() -> None:
     plain = gemm("fprop", [0.03] * 7 + [0.051])
     worse = gemm("fprop", [0.06] * 8, variant="e5m2")
@@ -95,24 +105,35 @@ def test_a_row_to_watch_gets_no_remedy_that_is_worse() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gemm_name", "variant", "helps"),
+    ("variants", "best", "helps"),
     [
-        ("fprop", "x_e5m2", True),
-        ("fprop", "e5m2", True),
-        ("dgrad", "dy_e5m2", False),
-        ("dgrad", "w_e5m2", True),
+        # Neither x nor w alone heals it, as the policy knows.
+        ({"fprop": "x_e5m2", "dgrad": "w_e5m2"}, "x_e5m2", False),
+        ({"fprop": "x_e5m2", "dgrad": "dy_e5m2"}, "x_e5m2", False),
+        ({"fprop": "e5m2", "dgrad": "dy_e5m2"}, "e5m2", False),
+        ({"fprop": "e5m2", "dgrad": "w_e5m2"}, "e5m2", True),
     ],
 )
-def test_a_remedy_changes_an_operand_that_vanishes(gemm_name: str, variant: str, helps: bool) -> None:
+def test_a_remedy_changes_both_operands_that_vanish_together(
+    variants: dict[str, str], best: str, helps: bool
+) -> None:
     lost = [
         operand("x", "row", underflow=0.25, sure_underflow=0.25, underflow_step=1),
         operand("w", "tile", underflow=0.0045, sure_underflow=0.0045, underflow_step=1),
     ]
-    plain, other = gemm(gemm_name, [0.028] * 8), gemm(gemm_name, [0.02] * 8, variant=variant)
-    row = judged(gemm_name, plain, other, operands=lost)
-    assert (row.verdict, row.cause) == ("keep_bf16", "x and w vanish together")
-    assert row.reason == "25 % of x and 0.45 % of w vanish together"
-    assert (row.remedy is not None) is helps
+    readings = [gemm(name, [0.028] * 8) for name in variants]
+    readings += [gemm(name, [0.02] * 8, variant=variant) for name, variant in variants.items()]
+    for name in variants:
+        row = judged(name, *readings, operands=lost)
+        assert (row.verdict, row.cause) == ("keep_bf16", "x and w vanish together")
+        assert row.reason == "25 % of x and 0.45 % of w vanish together"
+        assert (row.remedy is not None) is helps
+    row = judged("fprop", *readings, operands=lost)
+    assert row.best is not None
+    assert row.best.variant == best
+    dgrad = judged("dgrad", *readings, operands=lost)
+    # What changes nothing that is lost is not even shown.
+    assert (dgrad.best is None) is (variants["dgrad"] == "dy_e5m2")
 
 
 @pytest.mark.parametrize(("variant", "helps"), [("dy_e5m2", True), ("w_e5m2", False), ("mx32", True)])
@@ -138,6 +159,7 @@ def test_a_remedy_of_flushed_rows_changes_the_gradient(variant: str, helps: bool
         ("x_tile128", "128x128 blocks for x"),
         ("multiplier_2^-4", "multiplier 2^-4"),
         ("dy_multiplier_2^-20", "multiplier 2^-20 for dy"),
+        ("x_margin_2^4", "margin 2^4 for x"),
         ("mx32", "MXFP8 blocks of 32"),
         ("something new", "something new"),
     ],
@@ -148,4 +170,40 @@ def test_alternatives_in_words(name: str, words: str) -> None:
 
 def test_bf16_is_no_remedy_for_fp8() -> None:
     row = only(gemm("fprop", [0.3] * 4), gemm("fprop", [0.002] * 4, variant="bf16"))
-    assert (row.best, row.remedy) == (None, None)
+    assert (row.best, row.remedy, row.alternatives) == (None, None, 0)
+
+
+def test_a_row_says_how_many_alternatives_were_measured_of_it() -> None:
+    variants = ("fp8", "bf16", "pow2", "mx32")
+    whatifs = [gemm("fprop", [0.3] * 4, variant=name) for name in variants]
+    row = only(gemm("fprop", [0.3] * 4), *whatifs, gemm("fprop", [], variant="e5m2"))
+    assert (row.best, row.alternatives) == (None, 2)
+
+
+@pytest.mark.parametrize(("emulated", "best"), [(6.8, "x_e5m2"), (0.027, None)])
+def test_what_the_emulation_does_not_show_no_what_if_heals(emulated: float, best: str | None) -> None:
+    """A stale inverse scale is in no operand: every alternative looks healthy, and plain FP8 does, too."""
+    whatifs = [gemm("fprop", [0.05] * 4, variant="x_e5m2"), gemm("fprop", [0.02] * 4, variant="mx32")]
+    row = only(gemm("fprop", [7.0] * 4), gemm("fprop", [emulated] * 4, variant="fp8"), *whatifs)
+    assert (row.best.variant if row.best else None) == best
+    assert (row.remedy is not None) is (best is not None)
+
+
+def test_one_layer_gets_one_multiplier() -> None:
+    """The gradient has one scale: what suits dgrad alone is no advice, nor is it what has a little less error."""
+    errors = {
+        "dy_multiplier_2^-12": {"dgrad": 0.03, "wgrad": 0.3},
+        "dy_multiplier_2^-16": {"dgrad": 0.031, "wgrad": 0.034},
+        "dy_multiplier_2^-20": {"dgrad": 0.0275, "wgrad": 0.028},
+    }
+    readings = [gemm(name, [0.97] * 4) for name in ("dgrad", "wgrad")]
+    readings += [
+        gemm(name, [error] * 4, variant=variant)
+        for variant, of in errors.items()
+        for name, error in of.items()
+    ]
+    for name in ("dgrad", "wgrad"):
+        row = judged(name, *readings)
+        assert row.best is not None
+        assert (row.best.variant, row.remedy) == ("dy_multiplier_2^-16", "safe with multiplier 2^-16 for dy")
+        assert row.alternatives == 3
