@@ -35,14 +35,18 @@ class PageView:
 
 
 def read_view(
-    query: Mapping[str, str], *, layers: Collection[str], offer: Mapping[str, Sequence[str]]
+    query: Mapping[str, str],
+    *,
+    layers: Collection[str],
+    offer: Mapping[str, Sequence[str]],
+    opening: str = PAGE_METRICS[0],
 ) -> PageView:
     """The view of an address. What cannot be shown becomes a notice and the default; nothing raises.
 
-    `layers` are the run's, `offer` the slots of each metric.
+    `layers` are the run's, `offer` the slots of each metric, `opening` the metric where the address names none.
     """
     notices: list[str] = []
-    metric = _choose(query, "metric", PAGE_METRICS, notices) or PAGE_METRICS[0]
+    metric = _choose(query, "metric", PAGE_METRICS, notices) or opening
     start, end = (_step(query, name, notices) for name in ("from", "to"))
     if start is not None and end is not None and start > end:
         notices.append(f"from={start} lies behind to={end}: showing all steps")

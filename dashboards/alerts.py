@@ -45,6 +45,8 @@ class AlertRow:
     """Who acknowledged it, until when it is silent, how it ended."""
     acknowledged: bool
     silenced: bool
+    waits: bool
+    """Whether nothing has shown it since a remedy took effect, and it waits to be measured again."""
     first_step: int
     """Where it opens: the first bad step of the signal that it names."""
     from_step: int
@@ -57,7 +59,14 @@ class AlertRow:
         """The colour and icon of its state."""
         if self.state == "resolved":
             return "ended"
-        return "fallback" if self.state == "held" else "unstable" if self.severity == "act" else "watch"
+        if self.state == "held":
+            return "fallback"
+        return "unstable" if self.severity == "act" and not self.waits else "watch"
+
+    @property
+    def standing(self) -> str:
+        """What it is in one word: its severity while it is open and in breach."""
+        return self.state if self.state != "open" else "waits" if self.waits else self.severity
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,20 +133,29 @@ def _chips(item: Mapping[str, Any], held: Collection[str]) -> set[str]:
 
 def _group(item: Mapping[str, Any], held: Collection[str]) -> tuple[Any, ...]:
     marks = bool(item.get("acknowledged")), bool(item.get("silenced"))
-    return (item.get("layer"), item["rule"], item["severity"], state_of(item, held), marks)
+    since = item.get("waits_since") or {}
+    return (
+        item.get("layer"),
+        item["rule"],
+        item["severity"],
+        state_of(item, held),
+        marks,
+        since.get("decision"),
+    )
 
 
 def urgency(row: AlertRow) -> tuple[Any, ...]:
     """What the list is sorted by: who needs somebody first."""
     return (
-        STATES.index(row.state), row.silenced, row.acknowledged, row.severity != "act", row.since, row.layer
+        STATES.index(row.state), row.silenced, row.acknowledged, row.waits, row.severity != "act", row.since, row.layer
     )  # fmt: skip
 
 
 def _alert_row(group: Sequence[Mapping[str, Any]], state: str, last_step: int | None) -> AlertRow:
     # An alert speaks of one or several slots; each has its own first step, value and limit.
     parts = [part for item in group for part in item.get("slots") or [item]]
-    worst = max(parts, key=_excess)
+    # A slot that is clear again speaks for nothing while others are not.
+    worst = max([part for part in parts if not part.get("over")] or parts, key=_excess)
     since, end = min(map(_first_step, parts)), max(int(item["last_step"]) for item in group)
     # What opens is what the words and numbers speak of, at its own first bad step.
     start = _first_step(worst)
@@ -163,6 +181,7 @@ def _alert_row(group: Sequence[Mapping[str, Any]], state: str, last_step: int | 
         remarks=tuple(_remarks(group[0], state)),
         acknowledged=bool(group[0].get("acknowledged")) and state != "resolved",
         silenced=bool(group[0].get("silenced")) and state != "resolved",
+        waits=bool(group[0].get("waits_since")) and state == "open",
         first_step=start,
         from_step=max(0, since - CONTEXT_STEPS),
         to_step=to_step if last_step is None else max(min(to_step, last_step), start),
@@ -204,6 +223,10 @@ def _remarks(item: Mapping[str, Any], state: str) -> Iterable[str]:
         reason = item.get("resolved_reason")
         yield f"resolved by {by}" if by else str(reason) if reason else "over by itself"
         return
+    since = item.get("waits_since")
+    if since and state == "open":
+        took = f"decision {since['decision']} took effect at step {int(since['step']):,}"
+        yield f"waits for its next measurement: no breach since {took}"
     if item.get("what_if"):
         yield "what FP8 would do: the layer runs in high precision"
     if item.get("acknowledged"):

@@ -100,11 +100,10 @@ def _layers(sampling: Mapping[str, Any]) -> str:
     if chosen is None:
         return ""
     if layers is not None and chosen >= layers:
-        return f"all {layers:,} layers are measured in full in each sample"
-    of_all = "" if layers is None else f" of {layers:,}"
-    return (
-        f"{chosen:,}{of_all} layers {'is' if chosen == 1 else 'are'} measured in full in each sample, in turn"
-    )
+        return f"{'the layer is' if layers == 1 else f'all {layers:,} layers are'} measured in full in each sample"
+    one = chosen == 1
+    of_all = f" layer{'' if one else 's'}" if layers is None else f" of {layers:,} layers"
+    return f"{chosen:,}{of_all} {'is' if one else 'are'} measured in full in each sample, in turn"
 
 
 def _tiles(sampling: Mapping[str, Any]) -> str:

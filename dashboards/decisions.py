@@ -1,6 +1,6 @@
 """The decision list in words: reason, evidence, what can be done."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +9,7 @@ from fp8_safeguard.dashboards.metrics import format_limit, format_value, metric_
 from fp8_safeguard.dashboards.timeline import describe_target
 from fp8_safeguard.dashboards.view import number, slot_words
 from fp8_safeguard.monitor.diagnosis import RUN
+from fp8_safeguard.monitor.plan import ACTIONS
 
 ACTION_WORDS = {
     "bf16_fallback": "to BF16",
@@ -21,6 +22,15 @@ ACTION_WORDS = {
     "restore": "back to FP8",
     "advice": "advice",
 }
+PROPOSED_WORDS = {
+    "observe": "proposed only: the run is observed, so nothing comes of it; set its mode to advise to approve it",
+    "advise": "waits for a person’s approval",
+    "enforce": "waits for a person’s approval: it was proposed before the run acted by itself",
+    "ended": "proposed only: the run has ended",
+}
+"""What becomes of a proposal, by the mode that the run has now."""
+FIXED = ("observe", "ended")
+"""Where no plan changes."""
 STATE_WORDS = {
     "proposed": "proposed",
     "approved": "approved, not yet sent",
@@ -30,6 +40,7 @@ STATE_WORDS = {
     "reverted": "reverted",
     "expired": "expired",
 }
+OVER_WORDS = "no longer in force: it was restored or replaced"
 STATE_TONES = {"proposed": "watch", "approved": "fallback", "sent": "fallback", "applied": "fallback"}
 IN_PLAN = ("approved", "sent", "applied")
 SHOWN_SIGNALS = 3
@@ -46,6 +57,8 @@ class DecisionRow:
     reason: str
     evidence: tuple[str, ...]
     state: str
+    standing: str
+    """Its state in a word or two; advice is never on its way into the plan."""
     state_words: str
     tone: str
     step: int
@@ -66,15 +79,38 @@ class DecisionRow:
     """Which remedy it is a part of, in words; empty for one that stands alone."""
 
 
-def decision_rows(items: Iterable[Mapping[str, Any]], *, mode: str) -> list[DecisionRow]:
-    """The decisions of a run, as the API orders them, those of one remedy beside each other."""
+def decision_rows(
+    items: Iterable[Mapping[str, Any]],
+    *,
+    mode: str,
+    ended: bool = False,
+    plan: Collection[str] | None = None,
+) -> list[DecisionRow]:
+    """The decisions of a run, as the API orders them, those of one remedy beside each other.
+
+    mode: the run's now; ended: whether its trainer is gone, so that nobody takes up what is approved or reverted. plan: ids of
+    the decisions that the plan holds now; without it whatever was applied counts as in force.
+    """
     groups: dict[Any, list[Mapping[str, Any]]] = {}
     for place, item in enumerate(items):
         groups.setdefault(remedy_of(item) or place, []).append(item)
-    return [_decision_row(item, mode, group) for group in groups.values() for item in group]
+    now = "ended" if ended else mode
+    return [
+        _decision_row(item, now, group, over=plan is not None and _is_over(item, plan))
+        for group in groups.values()
+        for item in group
+    ]
 
 
-def _decision_row(item: Mapping[str, Any], mode: str, group: Sequence[Mapping[str, Any]]) -> DecisionRow:
+def _is_over(item: Mapping[str, Any], plan: Collection[str]) -> bool:
+    """Whether a decision that was in the plan has left it since: restored, replaced or expired. Its state tells only that it was."""
+    changes = str(item["action"]) in ACTIONS
+    return changes and str(item["state"]) in IN_PLAN and str(item["id"]) not in plan
+
+
+def _decision_row(
+    item: Mapping[str, Any], mode: str, group: Sequence[Mapping[str, Any]], *, over: bool
+) -> DecisionRow:
     state, step, layer = str(item["state"]), int(item["step"]), layer_of(item)
     effective = item.get("effective_step")
     value = "" if item.get("value") is None else f" {item['value']}"
@@ -90,14 +126,15 @@ def _decision_row(item: Mapping[str, Any], mode: str, group: Sequence[Mapping[st
         reason=reason.removeprefix(f"{layer!r}: ").removeprefix(f"{layer}: ").replace(" %", "\u00a0%"),
         evidence=tuple(_evidence(item.get("evidence") or {})),
         state=state,
-        state_words=_state_words(state, str(item["action"])),
-        tone=STATE_TONES.get(state, "ended"),
+        standing=_standing(state, str(item["action"]), over=over),
+        state_words=OVER_WORDS if over else _state_words(state, str(item["action"]), mode),
+        tone="ended" if over else STATE_TONES.get(state, "ended"),
         step=step,
-        when=f"decided at step {step:,}"
+        when=f"{_verb(state, str(item['action']))} at step {step:,}"
         + ("" if effective is None else f", effective from step {int(effective):,}"),
         actor=str(item.get("actor") or "policy"),
         asks=_asks(item),
-        acts=(acts := _acts(state, str(item["action"]), mode)),
+        acts=(acts := () if over else _acts(state, str(item["action"]), mode)),
         cause=None if cause is None else cause_view(cause),
         outcome=str(item.get("outcome") or ""),
         history=tuple(_history(item.get("history") or ())),
@@ -106,11 +143,22 @@ def _decision_row(item: Mapping[str, Any], mode: str, group: Sequence[Mapping[st
     )
 
 
-def _state_words(state: str, action: str) -> str:
+def _standing(state: str, action: str, *, over: bool) -> str:
+    if action == "advice" and state == "proposed":
+        return "advice"
+    return "over" if over else state
+
+
+def _verb(state: str, action: str) -> str:
+    """Advice is given, and what nobody has approved is no more than proposed."""
+    return "given" if action == "advice" else "proposed" if state == "proposed" else "decided"
+
+
+def _state_words(state: str, action: str, mode: str) -> str:
     if action == "advice" and state in ("proposed", "approved"):
         # No trainer is ever sent it.
         return "for people, no answer is needed" if state == "proposed" else "taken up"
-    return STATE_WORDS.get(state, state)
+    return PROPOSED_WORDS.get(mode, state) if state == "proposed" else STATE_WORDS.get(state, state)
 
 
 def _remedy_words(item: Mapping[str, Any], shown: int) -> str:
@@ -142,9 +190,11 @@ def _asks(item: Mapping[str, Any]) -> bool:
 
 
 def _acts(state: str, action: str, mode: str) -> tuple[str, ...]:
-    if state == "proposed" and action != "advice" and mode != "observe":
+    if mode in FIXED or action == "advice":
+        return ()
+    if state == "proposed":
         return ("approve", "reject")
-    if state in IN_PLAN and action not in ("advice", "restore") and mode != "observe":
+    if state in IN_PLAN and action != "restore":
         return ("revert",)
     return ()
 
@@ -159,7 +209,8 @@ def _evidence(evidence: Mapping[str, Any]) -> Iterable[str]:
         since = signal.get("first_step")
         yield f"{text}, limit {limit}" + ("" if since is None else f", since step {int(since):,}")
     if len(signals) > SHOWN_SIGNALS:
-        yield f"and {len(signals) - SHOWN_SIGNALS} more signals"
+        more = len(signals) - SHOWN_SIGNALS
+        yield f"and {more} more signal{'' if more == 1 else 's'}"
     budget = evidence.get("budget") or {}
     if budget.get("after") is not None and budget.get("limit") is not None:
         yield f"fallback budget used then {100 * budget['after']:.3g} % of GEMM FLOPs, limit {100 * budget['limit']:.3g} %"

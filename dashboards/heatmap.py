@@ -2,21 +2,19 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise, takewhile
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
 
 from fp8_safeguard.dashboards.metrics import MetricView, format_value, metric_view
+from fp8_safeguard.dashboards.row_labels import row_labels
 from fp8_safeguard.dashboards.theme import Theme, base_layout, empty_note, escape, get_theme, step_axis
 from fp8_safeguard.dashboards.timeline import periods
 
 MAX_CELLS = 1_000_000
 """Chromium needs seconds to paint more; the server downsamples to about 1000 x 400."""
-MAX_LABELS = 32
-"""Row labels that fit a 380 px high plot at 11 px type."""
-LABEL_CHARACTERS = 30
 
 Cells = list[list[float | None]]
 Bounds = tuple[float, float]
@@ -62,6 +60,7 @@ def heatmap_json(
     thresholds: Iterable[Mapping[str, Any] | float] = (),
     step_width: int = 1,
     decisions: Sequence[Mapping[str, Any]] = (),
+    alerts: Mapping[str, str] | None = None,
     theme: str = "light",
     empty: str | None = None,
 ) -> dict[str, Any]:
@@ -70,7 +69,8 @@ def heatmap_json(
     None is "not sampled" and stays a gap; NaN and Inf (floats, or the wire's strings) become marks of their own,
     never colours; rows may be ragged and are padded with None. `nonfinite` holds (row, column, NaN count, Inf count).
     On the log scale `z` is log10 of the value and `customdata` the value itself. `step_width` is the number of
-    steps that a column stands for. `decisions` mark where a row went to BF16. `thresholds` are {"value", "severity", "origin"} or plain numbers. `empty` is said where there is nothing to draw.
+    steps that a column stands for. `decisions` mark where a row went to BF16, `alerts` ("act" or "watch" by layer) the names of rows, whatever the
+    metric shows of them. `thresholds` are {"value", "severity", "origin"} or plain numbers. `empty` is said where there is nothing to draw.
 
     The cells are put in last: Plotly's own classes copy and check each of them several times, a second for 100,000.
     Raises HeatmapInputError when the shapes disagree or there are more than MAX_CELLS cells.
@@ -80,7 +80,7 @@ def heatmap_json(
     colours, view = get_theme(theme), metric_view(metric)
     cells, marks = _clean(values, layers, steps, nonfinite)
     bounds = _colour_range(cells, view, scale)
-    figure = go.Figure(layout=_layout(layers, steps, colours))
+    figure = go.Figure(layout=_layout(layers, steps, colours, alerts or {}))
     figure.add_trace(_heatmap_trace(layers, steps, view, scale, bounds, step_width, colours))
     _add_marks(figure, marks, layers, steps, colours)
     _add_fallbacks(figure, decisions, layers, steps, colours)
@@ -159,11 +159,13 @@ def _check_shape(
             "ask for fewer columns (max_cols) or a narrower step range"
         )
     if len(values) > len(layers):
-        raise HeatmapInputError(f"{len(values)} rows of values for {len(layers)} layers: name every row")
+        raise HeatmapInputError(
+            f"more rows of values ({len(values)}) than layers ({len(layers)}): name every row"
+        )
     longest = max((len(row) for row in values), default=0)
     if longest > len(steps):
         raise HeatmapInputError(
-            f"a row has {longest} values for {len(steps)} steps: give one step per column"
+            f"a row has more values ({longest}) than there are steps ({len(steps)}): give one step per column"
         )
     if len(set(layers)) < len(layers):
         twice = next(layer for index, layer in enumerate(layers) if layer in layers[:index])
@@ -263,10 +265,10 @@ def _colorbar(view: MetricView, log: bool, bounds: Bounds | None, colours: Theme
     return bar
 
 
-def _layout(layers: Sequence[str], steps: Sequence[int], colours: Theme) -> dict[str, Any]:
-    stride = max(1, math.ceil(len(layers) / MAX_LABELS))
-    shown = list(layers)[::stride]
-    labels = _labels(layers)
+def _layout(
+    layers: Sequence[str], steps: Sequence[int], colours: Theme, alerts: Mapping[str, str]
+) -> dict[str, Any]:
+    labels = row_labels(layers, alerts)
     layout = base_layout(colours, top_px=6, bottom_px=8)
     layout["xaxis"] = step_axis(colours, labels=False)
     if len(steps):
@@ -275,8 +277,8 @@ def _layout(layers: Sequence[str], steps: Sequence[int], colours: Theme) -> dict
     layout["yaxis"] = {
         "type": "category",
         "range": [max(len(layers), 1) - 0.5, -0.5],
-        "tickvals": [escape(layer) for layer in shown],
-        "ticktext": [escape(labels[layer]) for layer in shown],
+        "tickvals": [escape(layer) for layer in labels],
+        "ticktext": [escape(label) for label in labels.values()],
         "showgrid": False,
         "fixedrange": True,
         "ticks": "",
@@ -284,27 +286,6 @@ def _layout(layers: Sequence[str], steps: Sequence[int], colours: Theme) -> dict
         "automargin": False,
     }
     return layout
-
-
-def _labels(layers: Sequence[str]) -> dict[str, str]:
-    """Row labels that fit the margin: without what all names begin with, then without their middle."""
-    if max(map(len, layers), default=0) <= LABEL_CHARACTERS:
-        return {layer: layer for layer in layers}
-    parts = [layer.split(".") for layer in layers]
-    # The last part is always kept, and a single name has nothing in common with others.
-    levels = zip(*(names[:-1] for names in parts), strict=False) if len(layers) > 1 else ()
-    shared = sum(1 for _ in takewhile(lambda level: len(set(level)) == 1, levels))
-    start = "…" if shared else ""
-    return {
-        layer: _shorten(start + ".".join(names[shared:])) for layer, names in zip(layers, parts, strict=True)
-    }
-
-
-def _shorten(name: str) -> str:
-    if len(name) <= LABEL_CHARACTERS:
-        return name
-    head = LABEL_CHARACTERS // 3
-    return name[:head] + "…" + name[head + 1 - LABEL_CHARACTERS :]
 
 
 def _add_marks(
@@ -322,7 +303,7 @@ def _add_marks(
                 y=[escape(layers[row]) for row, _ in places],
                 mode="markers",
                 name=name,
-                text=[f"NaN {marks[place][0]:,}, Inf {marks[place][1]:,} values" for place in places],
+                text=[_counts(*marks[place]) for place in places],
                 marker={
                     "symbol": symbol,
                     "size": 8,
@@ -332,6 +313,11 @@ def _add_marks(
                 hovertemplate="<b>%{y}</b><br>step %{x:,d}<br>%{text}<extra></extra>",
             )
         )
+
+
+def _counts(nan: int, inf: int) -> str:
+    """How many elements of the tensor are no numbers: "3 NaN, 1 Inf"."""
+    return ", ".join(f"{count:,} {kind}" for kind, count in (("NaN", nan), ("Inf", inf)) if count)
 
 
 def _add_fallbacks(
@@ -362,7 +348,7 @@ def _add_fallbacks(
                 "color": colours.fallback,
                 "line": {"width": 1.5, "color": colours.surface},
             },
-            hovertemplate="<b>%{y}</b><br>in BF16 from step %{x:,d}; values tell what FP8 would do<extra></extra>",
+            hovertemplate="<b>%{y}</b><br>GEMMs in BF16 from step %{x:,d}; values tell what FP8 would do<extra></extra>",
         )
     )
 

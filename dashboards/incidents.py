@@ -57,11 +57,17 @@ def incident(cause: Item, rows: Sequence[AlertRow]) -> Incident:
     where = f" in {len(places)} layer{'' if len(places) == 1 else 's'}" if places else ""
     return Incident(
         cause=cause_view(cause),
-        since=f"since step {int(cause['first_step']):,}",
+        since=f"since step {int(cause['first_step']):,}{_found(cause)}",
         own=tuple(own),
         folded=alerts + where if others else "",
         rows=tuple(others),
     )
+
+
+def _found(cause: Item) -> str:
+    """When a cause was named, where that was later than what it explains: nobody knew it until then."""
+    found = cause.get("found_step")
+    return "" if found is None or found <= cause["first_step"] else f", found at step {int(found):,}"
 
 
 def _same_layer(cause: Item, item: Item) -> bool:

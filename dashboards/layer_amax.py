@@ -205,7 +205,7 @@ def _add_maximum(
         )  # fmt: skip
     else:
         far = abs(maximum - (bounds[1] if above else bounds[0]))
-        text = f"{'↑' if above else '↓'} {text}, {far:.0f} binades away"
+        text = f"{'↑' if above else '↓'} {text}, {far:.0f} binade{'' if round(far) == 1 else 's'} away"
     layout["annotations"].append(
         {
             "xref": "paper", "x": 0.03, "xanchor": "left", "yref": axis, "showarrow": False,

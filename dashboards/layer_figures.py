@@ -267,7 +267,8 @@ def _nonfinite_marks(lines: Iterable[Mapping[str, Any]], colours: Theme) -> list
         for place, nan, inf in line["nonfinite"]:
             for kind, count in (("NaN", nan), ("Inf", inf)):
                 if count:
-                    marks[kind].append((line["steps"][place], f"{line['slot']}: {count:,} {kind} elements"))
+                    elements = f"{count:,} {kind} element{'' if count == 1 else 's'}"
+                    marks[kind].append((line["steps"][place], f"{line['slot']}: {elements}"))
     return [
         {
             "type": "scatter",

@@ -1,6 +1,6 @@
 """What the layer drawer says, in words, from the layer's document."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,6 +99,8 @@ class DecisionCard:
     id: str
     number: str
     state: str
+    words: str
+    """What becomes of it."""
     title: str
     reason: str
     when: str
@@ -228,7 +230,7 @@ def _alert_card(row: AlertRow, alert: Mapping[str, Any]) -> AlertCard:
     return AlertCard(
         key=f"alert-{row.ids[0]}",
         tone=row.tone,
-        standing=row.severity if row.state == "open" else row.state,
+        standing=row.standing,
         title=row.title,
         value=row.detail,
         also=row.also,
@@ -262,23 +264,32 @@ def _alert_actions(alert: Mapping[str, Any]) -> list[Action]:
             label="Resolve",
             path=f"{path}:resolve",
             done="Alert resolved.",
-            meaning="close it; it opens again if the breach comes back",
+            meaning="close it until its breach clears and comes again, worsens, or another tensor joins",
         ),
     ]
 
 
-def decision_cards(decisions: Iterable[Mapping[str, Any]], mode: str) -> list[DecisionCard]:
-    """The layer's decisions in the list's words, the newest first."""
+def decision_cards(
+    decisions: Iterable[Mapping[str, Any]],
+    mode: str,
+    *,
+    ended: bool = False,
+    plan: Collection[str] | None = None,
+) -> list[DecisionCard]:
+    """The layer's decisions in the list's words, the newest first; plan: ids of those that it holds now."""
     known = list(decisions)
     modes = {str(made["id"]): str(made["mode"]) for made in known}
-    return [_decision_card(row, modes[row.id]) for row in decision_rows(known, mode=mode)]
+    return [
+        _decision_card(row, modes[row.id]) for row in decision_rows(known, mode=mode, ended=ended, plan=plan)
+    ]
 
 
 def _decision_card(row: DecisionRow, mode: str) -> DecisionCard:
     return DecisionCard(
         id=row.id,
         number=decision_number(row.id),
-        state=row.state,
+        state=row.standing,
+        words=row.state_words,
         title=row.what,
         reason=row.reason,
         when=f"{row.when}, by {row.actor} ({mode})",

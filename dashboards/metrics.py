@@ -74,6 +74,16 @@ VIEWS: dict[str, MetricView] = {
     "sum_sq_q": MetricView(label="sum of squares in FP8", definition="Σxq² over finite elements"),
     "sum_sq_err": MetricView(label="sum of squared errors", definition="Σ(x − xq)² over finite elements"),
     "sum_4th": MetricView(label="sum of fourth powers", definition="Σx⁴ over finite elements"),
+    "count": MetricView(label="count", definition="elements of the tensor, without padding"),
+    "zeros": MetricView(label="zeros", definition="elements that are zero after quantisation"),
+    "underflow": MetricView(label="underflow", definition="non-zero elements that FP8 turned into zero"),
+    "saturated": MetricView(label="saturated", definition="finite elements beyond the largest FP8 value"),
+    "nan": MetricView(label="nan", definition="NaN elements of the tensor"),
+    "inf": MetricView(label="inf", definition="infinite elements of the tensor"),
+    "rows": MetricView(label="rows", definition="rows along the last dimension: tokens of x and dy, output features of w"),
+    "rows_flushed": MetricView(label="rows flushed", definition="non-zero rows that went to zero whole"),
+    "loss": MetricView(label="loss", definition="training loss, as the trainer logs it"),
+    "gradient_norm": MetricView(label="gradient norm", definition="norm of all gradients, as the trainer logs it"),
 }  # fmt: skip
 
 PAGE_METRICS = (

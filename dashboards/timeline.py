@@ -66,9 +66,9 @@ def timeline_figure(
     if alerts:
         _add_alerts(figure, alerts, colours)
     for lane in lanes:
-        _add_lane(figure, lane, [d for d in decisions if _lane(d)[0] == lane], colours)
+        _add_lane(figure, lane, [d for d in decisions if _lane(d)[0] == lane], decisions, colours)
     if not lanes:
-        text = "no decision was needed" if ended else "no decisions yet"
+        text = "the run ended without a decision" if ended else "no decisions yet"
         figure.add_annotation(empty_note(colours, text))
     return figure
 
@@ -95,7 +95,13 @@ def _lanes_in_use(decisions: Iterable[Mapping[str, Any]], alerts: Sequence[Mappi
     return [lane for lane in LANE_ORDER if lane in used]
 
 
-def _add_lane(figure: go.Figure, lane: str, decisions: Sequence[Mapping[str, Any]], colours: Theme) -> None:
+def _add_lane(
+    figure: go.Figure,
+    lane: str,
+    decisions: Sequence[Mapping[str, Any]],
+    everything: Sequence[Mapping[str, Any]],
+    colours: Theme,
+) -> None:
     """One trace a lane; decisions of one step share a place, so each marker's hover lists them all."""
     if not decisions:
         return
@@ -116,7 +122,7 @@ def _add_lane(figure: go.Figure, lane: str, decisions: Sequence[Mapping[str, Any
             customdata=[_story(together[int(decision["step"])]) for decision in decisions],
             hovertemplate="%{hovertext}<extra></extra>",
             marker={
-                "symbol": [symbol + ("" if d.get("state") in IN_FORCE else "-open") for d in decisions],
+                "symbol": [symbol + ("" if _is_in_force(d, everything) else "-open") for d in decisions],
                 "size": 11,
                 "color": getattr(colours, colour),
                 "line": {"width": 1.5, "color": getattr(colours, colour)},
@@ -124,6 +130,13 @@ def _add_lane(figure: go.Figure, lane: str, decisions: Sequence[Mapping[str, Any
             cliponaxis=False,
         )
     )
+
+
+def _is_in_force(decision: Mapping[str, Any], decisions: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether a decision holds still: its state goes on saying that it was applied once it has been restored."""
+    if decision.get("state") not in IN_FORCE:
+        return False
+    return decision.get("effective_step") is None or _restored_at(decision, decisions) is None
 
 
 def _count(group: Sequence[Mapping[str, Any]], decision: Mapping[str, Any]) -> str:

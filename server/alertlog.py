@@ -13,13 +13,13 @@ Acknowledged and silenced are marks beside the state: the states of runs and lay
 alerts (`open` of a run's `alerts`, the page's figure, alerts_active) leave out those that are silenced, and say how many.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from sqlalchemy import Connection, Row, bindparam, select
 
-from fp8_safeguard.monitor.alerts import COOL_DOWN_STEPS, Alert, Signal, is_held
+from fp8_safeguard.monitor.alerts import COOL_DOWN_STEPS, Alert, is_held
 from fp8_safeguard.monitor.plan import Plan
 from fp8_safeguard.monitor.policy import PolicyState
 from fp8_safeguard.server.answers import strict_dumps
@@ -210,19 +210,6 @@ def _applied(conn: Connection, plan: Plan) -> Plan:
     taken_up = (decisions.c.id.in_(named), decisions.c.state == "applied")
     applied = set(conn.execute(select(decisions.c.id).where(*taken_up)).scalars()) if named else set()
     return replace(plan, entries=tuple(entry for entry in plan.entries if entry.decision_id in applied))
-
-
-def standing_of(alert: Mapping[str, Any], state: str, plan: Plan) -> str:
-    """What an unresolved alert says of its layer and run: its severity, or `held` once the plan covers it.
-
-    alert: its body, or as the API shows it. The states of layers and runs speak of what was decided, alerts of what is in
-    force: for the two steps between them a layer in fallback has an open alert.
-    """
-    signals = [
-        Signal.from_dict({**item, "key": "", "excess": 1.0}) for item in alert.get("slots") or (alert,)
-    ]
-    held = state == "held" or is_held(signals, alert["rule"], plan)
-    return "held" if held else str(alert["severity"])
 
 
 def unresolved(conn: Connection, run_id: int) -> list[Row[Any]]:

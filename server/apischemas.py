@@ -274,6 +274,7 @@ SCHEMAS: dict[str, Schema] = {
             "not_before_step": COUNT,
             "expires_step": maybe(COUNT),
         },
+        {"effective_step": maybe(COUNT)},
     ),
     "Plan": record("The deviations in force.", {"version": COUNT, "entries": listed(ref("PlanEntry"))}),
     "Decision": record(
@@ -307,6 +308,7 @@ SCHEMAS: dict[str, Schema] = {
         "Why numbers are as they are, as decisions carry it in their evidence.",
         {"name": TEXT, "kind": TEXT, "summary": TEXT, "first_step": COUNT, "step": COUNT},
         {
+            "found_step": COUNT,
             "layer": maybe(TEXT),
             "slot": maybe({"type": "object"}),
             "advice": maybe(TEXT),
@@ -334,6 +336,15 @@ SCHEMAS: dict[str, Schema] = {
             "silenced": FLAG,
             "silenced_until": maybe(TIME),
         },
+        {
+            "waits_since": {
+                **maybe(ref("Remedied")),
+                "description": "What it waits to be measured again after.",
+            }
+        },
+    ),
+    "Remedied": record(
+        "A decision after which no breach was seen, and its first step.", {"decision": TEXT, "step": COUNT}
     ),
     "By": record("Who does it.", {}, _BY),
     "Approval": record("Who approves, and how much.", {}, {**_BY, "all_of_remedy": FLAG}),

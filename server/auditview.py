@@ -6,12 +6,13 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, Select, select
 
-from fp8_safeguard.monitor.plan import DECISION_STATES
-from fp8_safeguard.server.alertlog import STATES, is_silenced
+from fp8_safeguard.monitor.plan import DECISION_STATES, Plan
+from fp8_safeguard.server.alertlog import STATES, UNRESOLVED, is_silenced
 from fp8_safeguard.server.answers import rfc3339
 from fp8_safeguard.server.choices import check_choice
 from fp8_safeguard.server.paging import DEFAULT_PAGE, decode_token, encode_token
 from fp8_safeguard.server.runlookup import find_run
+from fp8_safeguard.server.standing import load_standings
 from fp8_safeguard.server.store import freshness_of
 from fp8_safeguard.server.tables import alerts as alert_table
 from fp8_safeguard.server.tables import audit_log
@@ -19,12 +20,20 @@ from fp8_safeguard.server.tables import decisions as decision_table
 
 
 def plan(conn: Connection, run: str) -> dict[str, Any]:
-    """The plan in force. Raises Problem 404."""
-    return plan_of(find_run(conn, run))
+    """The plan, with the `effective_step` of each entry: null until the trainer has said since when it holds.
+
+    Raises Problem 404.
+    """
+    found = plan_of(find_run(conn, run))
+    named = [entry["decision_id"] for entry in found["entries"]]
+    query = select(decision_table.c.id, decision_table.c.effective_step)
+    since = {row.id: row.effective_step for row in conn.execute(query.where(decision_table.c.id.in_(named)))}
+    entries = [{**entry, "effective_step": since.get(entry["decision_id"])} for entry in found["entries"]]
+    return {**found, "entries": entries}
 
 
 def plan_of(row: Row[Any]) -> dict[str, Any]:
-    """The contract's plan from a run's row."""
+    """The contract's plan from a run's row, as it is sent to the trainer."""
     return {"version": row.plan_version, "entries": json.loads(row.plan)}
 
 
@@ -107,8 +116,20 @@ def alerts(
     if layer is not None:
         query = query.where(alert_table.c.layer == layer)
     rows, token = _page(conn, query, alert_table.c.id, page_size, page_token)
-    now = freshness_of(conn)[0]
-    return {"items": [alert_item(found, row.name, now) for found in rows], "next_page_token": token}
+    return {"items": shown_alerts(conn, row, rows), "next_page_token": token}
+
+
+def shown_alerts(conn: Connection, run: Row[Any], rows: Iterable[Row[Any]]) -> list[dict[str, Any]]:
+    """Alerts from their rows; `waits_since` names the remedy after which one waits for its next measurement."""
+    now, found = freshness_of(conn)[0], list(rows)
+    unresolved = [row.layer for row in found if row.state in UNRESOLVED]
+    standings = load_standings(conn, run, Plan.from_wire(plan_of(run)), unresolved)
+    items = []
+    for row in found:
+        item = alert_item(row, run.name, now)
+        standing = standings.of(item, row.state) if row.state in UNRESOLVED else None
+        items.append(item if standing is None else {**item, "waits_since": standing.waits_since})
+    return items
 
 
 def alert_items(conn: Connection, run: Row[Any], numbers: Iterable[int]) -> list[dict[str, Any]]:
@@ -146,6 +167,7 @@ def alert_item(row: Row[Any], run: str, now: float) -> dict[str, Any]:
         "resolved": rfc3339(row.resolved_at),
         "resolved_by": row.resolved_by,
         "resolved_reason": row.resolved_reason,
+        "waits_since": None,
     }
 
 

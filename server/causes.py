@@ -24,7 +24,8 @@ def standing_causes(conn: Connection, run: Row[Any], attempt: Row[Any]) -> list[
     """The causes of what is decided and still holds, each once: the hardware's first, then by first step.
 
     A cause stands while the plan or a proposal holds a decision on it, or, for advice, while the policy goes on seeing the
-    reason. Each is the decision's `evidence["cause"]` with `first_step`, `step` and `decisions`, the ids that name it.
+    reason. Each is the decision's `evidence["cause"]` with `decisions`, the ids that name it, `first_step`, where what it
+    explains began, and `found_step` and `step`, where it was named first and last.
     """
     live = (decisions.c.run_id == run.id, decisions.c.state.in_(_LIVE))
     query = select(decisions).where(*live, decisions.c.body.contains('"cause"'))
@@ -51,7 +52,7 @@ def _merged(bodies: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         cause = cause_of(body) or {}
         first = min(int(body["evidence"].get("first_step", body["step"])), int(body["step"]))
         key = (cause["name"], cause.get("layer"))
-        held = found.setdefault(key, {"first_step": first, "decisions": []})
+        held = found.setdefault(key, {"first_step": first, "found_step": body["step"], "decisions": []})
         # The newest decision has the newest numbers.
         held.update({**cause, "first_step": min(held["first_step"], first), "step": body["step"]})
         held["decisions"].append(body["id"])

@@ -93,7 +93,7 @@ def approve(conn: Connection, decision: str, actor: str, *, together: bool = Fal
     """
     row, run = _find_decision(conn, decision)
     _expect_state(row, ("proposed",), "approved")
-    _refuse_observing(run)
+    _refuse_observing(run, row)
     item, events = _apply(conn, run, row, policy.approve, state="approved", actor=actor)
     waiting = partners(conn, row)
     for other in waiting if together else ():
@@ -176,14 +176,25 @@ def _expect_state(row: Row[Any], states: tuple[str, ...], wish: str) -> None:
         )
 
 
-def _refuse_observing(run: Row[Any]) -> None:
-    if run.mode == "observe":
+def _refuse_observing(run: Row[Any], decision: Row[Any] | None = None) -> None:
+    """Raises Problem 409 for a run whose plan does not change; advice never changed one."""
+    if run.mode != "observe":
+        return
+    if decision is not None and decision.action == "advice":
         raise Problem(
             409,
-            "mode-conflict",
-            f"run {run.name!r} is only observed, its plan does not change; PATCH its mode to advise or enforce first",
-            run=run.name,
+            "decision-state",
+            f"decision {decision.id!r} is advice for people, which no plan takes up: there is nothing to approve. Do what it "
+            "says, or reject it",
+            state=decision.state,
         )
+    raise Problem(
+        409,
+        "mode-conflict",
+        f"run {run.name!r} is only observed, its plan does not change: set its mode to advise or enforce first (Mode on its "
+        f"page, or PATCH /api/v1/runs/{run.name})",
+        run=run.name,
+    )
 
 
 def pins_of(conn: Connection, run: str) -> dict[str, Any]:

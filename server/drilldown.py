@@ -17,7 +17,7 @@ from fp8_safeguard.monitor.plan import Plan
 from fp8_safeguard.monitor.precision import BF16, FP8, precisions_of
 from fp8_safeguard.monitor.slots import GEMMS, Slot
 from fp8_safeguard.server.audit import plan_from
-from fp8_safeguard.server.auditview import alert_item, decision_item
+from fp8_safeguard.server.auditview import decision_item, shown_alerts
 from fp8_safeguard.server.baselines import chosen
 from fp8_safeguard.server.branch import live_branch, segment_rows, visible_rows
 from fp8_safeguard.server.drilldown_limits import (
@@ -37,7 +37,6 @@ from fp8_safeguard.server.drilldown_slots import (
 from fp8_safeguard.server.layerview import layer_standings, layer_state
 from fp8_safeguard.server.problems import Problem, not_found
 from fp8_safeguard.server.runlookup import find_run
-from fp8_safeguard.server.store import freshness_of
 from fp8_safeguard.server.tables import alerts as alert_table
 from fp8_safeguard.server.tables import decisions as decision_table
 from fp8_safeguard.server.tables import samples
@@ -65,6 +64,8 @@ def layer_document(conn: Connection, run: str, layer: str) -> dict[str, Any]:
     return {
         "run": run,
         "mode": row.mode,
+        "ended": row.ended_at is not None,
+        "in_plan": sorted({entry.decision_id for entry in plan.entries if entry.layer == layer}),
         "layer": layer,
         "state": layer_state(
             sampled=bool(fresh),
@@ -192,9 +193,8 @@ def _unknown_layer(run: str, layer: str, names: Sequence[str]) -> Problem:
 def layer_alerts(conn: Connection, row: Row[Any], layer: str) -> list[dict[str, Any]]:
     """The layer's alerts, the newest first."""
     query = select(alert_table).where(alert_table.c.run_id == row.id, alert_table.c.layer == layer)
-    now = freshness_of(conn)[0]
-    found = conn.execute(query.order_by(alert_table.c.id.desc()).limit(MOST_ALERTS))
-    return [alert_item(alert, row.name, now) for alert in found]
+    found = conn.execute(query.order_by(alert_table.c.id.desc()).limit(MOST_ALERTS)).all()
+    return shown_alerts(conn, row, found)
 
 
 def layer_decisions(conn: Connection, row: Row[Any], layer: str) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from fp8_safeguard.monitor.nonfinite import RULE as NON_FINITE
 from fp8_safeguard.monitor.plan import Plan
 from fp8_safeguard.monitor.precision import BF16, FP8, precisions_of
 from fp8_safeguard.monitor.slots import GEMMS
-from fp8_safeguard.server.alertlog import standing_of, unresolved
+from fp8_safeguard.server.alertlog import unresolved
 from fp8_safeguard.server.answers import encode_float
 from fp8_safeguard.server.audit import plan_from
 from fp8_safeguard.server.branch import last_steps
@@ -21,6 +21,7 @@ from fp8_safeguard.server.latest import Latest, Reading, load_latest
 from fp8_safeguard.server.paging import DEFAULT_PAGE, decode_token, encode_token
 from fp8_safeguard.server.runlookup import find_run
 from fp8_safeguard.server.slotlists import layers_of, of_run
+from fp8_safeguard.server.standing import HELD, load_standings
 from fp8_safeguard.server.tables import alerts
 
 LAYER_STATES = ("healthy", "watch", "unstable", "fallback", "unknown", "stale")
@@ -144,10 +145,10 @@ def _sampled_layers(latest: Latest) -> frozenset[str]:
 
 
 def layer_state(*, sampled: bool, judged: bool, fallen: bool, standings: Collection[str]) -> str:
-    """One of LAYER_STATES. standings: what `standing_of` says of its alerts.
+    """One of LAYER_STATES. standings: what `Standings` says of its alerts.
 
-    Trouble that nothing holds comes first; what only would be trouble in FP8 is worth watching. Nobody knows how a layer is of
-    which nothing was there to be judged (judged: a value that has a threshold), such as an expert without a token.
+    Trouble that nothing holds comes first; what only would be trouble in FP8, or waits to be measured again after a remedy, is
+    worth watching. Nobody knows how a layer is of which nothing was there to be judged (judged: a value that has a threshold), such as an expert without a token.
     """
     if not sampled:
         return "stale"
@@ -177,16 +178,24 @@ def precision_of(latest: Latest, plan: Plan) -> dict[str, dict[str, str | None]]
 
 
 def layer_standings(conn: Connection, row: Row[Any], plan: Plan) -> tuple[dict[str, set[str]], set[str]]:
-    """What `standing_of` says of each layer's alerts, and of all that hold non-finite values."""
+    """What `Standings` says of each layer's alerts, and of all that hold non-finite values."""
     found: dict[str, set[str]] = {}
     nonfinite: set[str] = set()
-    for alert in unresolved(conn, row.id):
+    open_now = unresolved(conn, row.id)
+    standings = load_standings(conn, row, plan, (alert.layer for alert in open_now))
+    for alert in open_now:
         if alert.layer is not None:
-            standing = standing_of(json.loads(alert.body), alert.state, plan)
+            standing = standings.of(json.loads(alert.body), alert.state).says
             found.setdefault(alert.layer, set()).add(standing)
             if alert.rule == NON_FINITE.rule:
                 nonfinite.add(standing)
     return found, spreading(nonfinite)
+
+
+def alerted_layers(conn: Connection, row: Row[Any]) -> dict[str, str]:
+    """act or watch for each layer with an alert that nothing holds."""
+    standings, _ = layer_standings(conn, row, plan_from(row))
+    return {layer: "act" if "act" in says else "watch" for layer, says in standings.items() if says != {HELD}}
 
 
 def spreading(standings: Collection[str]) -> set[str]:

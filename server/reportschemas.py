@@ -59,6 +59,7 @@ REPORT_SCHEMAS: dict[str, Schema] = {
                     **dict.fromkeys(("safe_ratio", "keep_bf16_ratio"), SHARE),
                     "keep_bf16_layers": listed(TEXT),
                     "budget_ratio": {"type": "number"},
+                    **dict.fromkeys(("samples", "samples_needed", "gemms_short", "samples_short"), COUNT),
                     # What makes the run not ready, and what the verdict does without.
                     **dict.fromkeys(("unobserved", "left_out"), _UNSEEN),
                 },
@@ -67,7 +68,7 @@ REPORT_SCHEMAS: dict[str, Schema] = {
         },
     ),
     "ReadinessRow": record(
-        "The verdict on one GEMM; best is the best what-if that helps where plain FP8 is not safe.",
+        "The verdict on one GEMM; best is the what-if to take where plain FP8 is not safe, of as many alternatives.",
         {
             "layer": TEXT,
             "gemm": one_of(GEMMS),
@@ -80,7 +81,7 @@ REPORT_SCHEMAS: dict[str, Schema] = {
             "threshold": {"type": "number"},
             **dict.fromkeys(("underflow", "rows_flushed"), MEASURED),
             "underflow_slot": maybe(TEXT),
-            "nonfinite_samples": COUNT,
+            **dict.fromkeys(("nonfinite_samples", "alternatives"), COUNT),
             "best": maybe(
                 record(
                     "A what-if.",

@@ -13,7 +13,7 @@ from fp8_safeguard.dashboards.incidents import fold
 from fp8_safeguard.monitor.budget import fallbacks
 from fp8_safeguard.monitor.numbers import decode_number, encode_number, worse
 from fp8_safeguard.monitor.runwatch import LOSS
-from fp8_safeguard.server.alertlog import count_alerts, is_silenced, standing_of, unresolved
+from fp8_safeguard.server.alertlog import count_alerts, is_silenced, unresolved
 from fp8_safeguard.server.answers import rfc3339
 from fp8_safeguard.server.audit import plan_from
 from fp8_safeguard.server.branch import Segment, live_branch, segment_rows
@@ -22,6 +22,7 @@ from fp8_safeguard.server.clientreports import sampling_of
 from fp8_safeguard.server.paging import DEFAULT_PAGE, decode_token, encode_token
 from fp8_safeguard.server.runlookup import find_run
 from fp8_safeguard.server.slotlists import layers_of, of_run
+from fp8_safeguard.server.standing import HELD, WAITING, Standing, load_standings
 from fp8_safeguard.server.store import freshness_of
 from fp8_safeguard.server.tables import attempts, decisions, runs, samples
 from fp8_safeguard.server.verdict import Situation, is_broken, verdict_of
@@ -38,7 +39,9 @@ class Health:
     unresolved: tuple[dict[str, Any], ...]
     """All, those that the plan covers among them, each with its state."""
     severities: frozenset[str]
-    """Of alerts that nothing covers, the silenced ones among them: silence heals nothing."""
+    """Of alerts that are in breach as things are, the silenced ones among them: silence heals nothing."""
+    waiting: tuple[dict[str, Any], ...]
+    """Those that nothing has shown since a remedy took effect, and that wait to be measured again: no evidence of trouble."""
     fallbacks: int
     """Layers with a GEMM in BF16 by the plan."""
     what_if: dict[str, Any] | None
@@ -53,7 +56,7 @@ class Health:
             return "unstable"
         if self.fallbacks:
             return "fallback"
-        return "watch" if self.severities or self.what_if else "healthy"
+        return "watch" if self.severities or self.waiting or self.what_if else "healthy"
 
 
 def list_runs(
@@ -96,24 +99,38 @@ def health_of(conn: Connection, row: Row[Any]) -> Health:
     now = freshness_of(conn)[0]
     found = unresolved(conn, row.id)
     plan = plan_from(row)
-    bodies = {alert.id: {**json.loads(alert.body), "id": alert.id, "state": alert.state} for alert in found}
-    held = {alert.id for alert in found if standing_of(bodies[alert.id], alert.state, plan) == "held"}
-    open_alerts = [alert for alert in found if alert.id not in held]
+    standings = load_standings(conn, row, plan, (alert.layer for alert in found))
+    stored = {alert.id: json.loads(alert.body) for alert in found}
+    told = {alert.id: standings.of(stored[alert.id], alert.state) for alert in found}
+    bodies = {
+        alert.id: _as_it_stands({**stored[alert.id], "id": alert.id, "state": alert.state}, told[alert.id])
+        for alert in found
+    }
+    open_alerts = [alert for alert in found if told[alert.id].says not in (HELD, WAITING)]
     # "act" sorts before "watch"; among equals a layer, and of those the oldest, is the cause to look at first.
     weights = [
-        (is_silenced(alert.silenced_until, now), alert.severity, alert.layer is None) for alert in open_alerts
+        (is_silenced(alert.silenced_until, now), told[alert.id].says, alert.layer is None)
+        for alert in open_alerts
     ]
     first = min(weights, default=None)
     worst = [alert for alert, weight in zip(open_alerts, weights, strict=True) if weight == first]
-    what_ifs = (bodies[alert.id] for alert in found if alert.id in held and bodies[alert.id].get("what_if"))
+    held = (alert.id for alert in found if told[alert.id].says == HELD)
     return Health(
         worst_alerts=tuple(bodies[alert.id] for alert in worst),
         unresolved=tuple(bodies.values()),
-        severities=frozenset(alert.severity for alert in open_alerts),
+        severities=frozenset(told[alert.id].says for alert in open_alerts),
+        waiting=tuple(bodies[alert.id] for alert in found if told[alert.id].says == WAITING),
         fallbacks=len({layer for layer, _ in fallbacks(plan)}),
-        what_if=next(what_ifs, None),
+        what_if=next((bodies[number] for number in held if bodies[number].get("what_if")), None),
         loss_alert=next((bodies[alert.id] for alert in open_alerts if alert.rule == LOSS.rule), None),
     )
+
+
+def _as_it_stands(alert: dict[str, Any], standing: Standing) -> dict[str, Any]:
+    """An alert that speaks by the worst of its slots that says what it stands for now."""
+    named = ("slot", "metric", "value", "threshold", "origin", "severity", "last_step")
+    worst = {name: standing.speaks[name] for name in named} if standing.speaks is not None else {}
+    return {**alert, **worst, "waits_since": standing.waits_since}
 
 
 def _explained(conn: Connection, row: Row[Any], health: Health, causes: Sequence[Any]) -> dict[int, int]:
@@ -201,10 +218,12 @@ def detail_of(conn: Connection, row: Row[Any]) -> dict[str, Any]:
             health=condition,
             mode=row.mode,
             worst_alert=worst_alert,
+            waiting=health.waiting,
             what_if=health.what_if,
             plan=json.loads(row.plan),
             silent_seconds=freshness_of(conn)[0] - row.last_report_at,
             last_step=last["last_step"],
+            first_step=last["first_step"],
             conflicts=newest.conflicts,
             last_conflict_step=newest.last_conflict_step,
             ended_groups=len(json.loads(newest.ended_groups)),

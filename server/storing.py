@@ -76,7 +76,7 @@ def _conflict(sample: Sample, faults: list[int]) -> Problem:
         409,
         CONFLICT,
         f"step {sample.step} of attempt {sample.attempt.id!r}, group {sample.group!r} is stored with other values of "
-        f"{len(faults)} slots, {first} first; nothing of this sample was stored. A resumed run needs a new attempt id.",
+        f"{len(faults)} slot{'' if len(faults) == 1 else 's'}, {first} first; nothing of this sample was stored. A resumed run needs a new attempt id.",
         errors=errors,
     )
 

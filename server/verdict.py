@@ -36,6 +36,10 @@ class Situation:
     last_conflict_step: int | None
     ended_groups: int
     groups: int
+    waiting: Sequence[Mapping[str, Any]] = ()
+    """Alerts of which nothing was seen since a remedy took effect, each with `waits_since`."""
+    first_step: int | None = None
+    """That of the run's first sample."""
     loss: Any = None
     """The newest, as the API shows it."""
     loss_alert: Mapping[str, Any] | None = None
@@ -115,7 +119,10 @@ def _verdict(now: Situation) -> tuple[str, str]:
     if now.state == "stale":
         return _stale(now)
     if now.state in ("unstable", "watch") and now.worst_alert is not None:
-        return why_alert(now.worst_alert), _next_step(now)
+        waits = f"; {why_waiting(now.waiting)}" if now.state == "watch" and now.waiting else ""
+        return why_alert(now.worst_alert) + waits, _next_step(now)
+    if now.state == "watch" and now.waiting:
+        return why_waiting(now.waiting), _UNTIL_MEASURED
     if now.state == "watch" and now.what_if is not None:
         return (
             f"in FP8 this would be trouble, but the layer runs in high precision: {why_alert(now.what_if)}",
@@ -150,8 +157,12 @@ def _ending(now: Situation) -> tuple[str, str]:
     done = "compare it, or export it"
     if now.health == "unstable":
         return f"unstable: {'; '.join(_endings(now))}", _remedy(now) or _LOOK
+    waits = _numbered(now.waiting[0], why_waiting(now.waiting, ended=True)) if now.waiting else ""
     if now.health == "watch" and now.worst_alert is not None:
-        return f"with an alert worth watching: {_numbered(now.worst_alert, why_alert(now.worst_alert))}", done
+        watched = _numbered(now.worst_alert, why_alert(now.worst_alert))
+        return f"with an alert worth watching: {watched}{'; ' if waits else ''}{waits}", done
+    if now.health == "watch" and waits:
+        return f"healthy as far as it was measured: {waits}", done
     if now.health == "watch":
         return "healthy, but layers that ran in high precision would have been in trouble in FP8", done
     if now.health == "fallback":
@@ -189,7 +200,8 @@ def _stale(now: Situation) -> tuple[str, str]:
     if now.ended_groups:
         quiet = now.groups - now.ended_groups
         return (
-            f"{minutes}: {now.ended_groups} of {now.groups} groups have ended, {quiet} stopped without a word",
+            f"{minutes}: {now.ended_groups} of {now.groups} groups {'has' if now.ended_groups == 1 else 'have'} ended, "
+            f"{quiet} stopped without a word",
             "look at the log of the groups that did not end",
         )
     before = "" if now.health == "healthy" else f"; before that it was {now.health}"
@@ -218,12 +230,43 @@ def why_alert(alert: Mapping[str, Any]) -> str:
     if alert.get("rule") == NON_FINITE.rule and slot:
         begin = f"non-finite values begin in {place_of(Slot.from_wire(slot))}"
         return f"{begin} at step {alert.get('first_step')}{more}"
+    return f"{_place(alert)}: {_value(alert)} since step {alert.get('first_step')}{more}"
+
+
+def _place(alert: Mapping[str, Any]) -> str:
+    slot = alert.get("slot") or {}
     where = slot.get("gemm") or " ".join(part for part in (slot.get("operand"), slot.get("layout")) if part)
-    place = f"{alert['layer']!r} {where}".strip() if alert.get("layer") else "the whole run"
+    return f"{alert['layer']!r} {where}".strip() if alert.get("layer") else "the whole run"
+
+
+def _value(alert: Mapping[str, Any]) -> str:
+    """What was measured, and the limit that it is beyond."""
     view = metric_view(str(alert.get("metric")))
     value, limit = (decode_number(alert.get(name)) for name in ("value", "threshold"))
     beyond = "" if limit is None else f" (limit {format_value(limit, view)})"
-    return f"{place}: {view.label} {format_value(value, view)}{beyond} since step {alert.get('first_step')}{more}"
+    return f"{view.label} {format_value(value, view)}{beyond}"
+
+
+_UNTIL_MEASURED = "nothing to do: a few clear measurements resolve it, a breach makes the run unstable again"
+
+
+def why_waiting(alerts: Sequence[Mapping[str, Any]], *, ended: bool = False) -> str:
+    """Alerts of which nothing was seen since a remedy, in one sentence: the first by name, and how many more."""
+    first, since = alerts[0], alerts[0]["waits_since"]
+    others = len(alerts) - 1
+    more = f"; {others} more alert{' waits' if others == 1 else 's wait'} likewise" if others else ""
+    waits = "was not measured enough to tell" if ended else "waits for its next measurement"
+    return (
+        f"{_place(first)} {waits}: no breach of it since decision {since['decision']} took effect at step {since['step']} "
+        f"(the last: {_value(first)} at step {first['last_step']}){more}"
+    )
+
+
+# A level that fits most models: a small one may lie beyond it in health.
+_FROM_THE_START = (
+    "nothing is decided on this alone. It was so from the first sample on: how this model measures, and no change. If it trains "
+    "well, let a baseline learn it (fp8-safeguard baseline learn)"
+)
 
 
 def _next_step(now: Situation) -> str:
@@ -233,12 +276,22 @@ def _next_step(now: Situation) -> str:
     if now.state == "watch":
         if now.plan:
             return f"watch it; what is decided and in force, {_deviations(now.plan)}, stays so meanwhile"
+        if _was_always_so(now):
+            return _FROM_THE_START
         return "watch it: nothing is decided on this alone"
     if now.mode == "enforce":
         return "the policy acts by itself; look at the decisions"
     if now.mode == "advise":
         return "approve or reject the proposed decision"
     return "the run is only observed; change its mode to advise or enforce to let a remedy take effect"
+
+
+def _was_always_so(now: Situation) -> bool:
+    """Whether the first sample was beyond a level already that health may lie beyond; NaN and Inf are never health."""
+    alert = now.worst_alert
+    if alert is None or now.first_step is None or alert.get("rule") == NON_FINITE.rule:
+        return False
+    return alert.get("threshold") is not None and int(alert["first_step"]) <= now.first_step
 
 
 def _remedy(now: Situation) -> str | None:

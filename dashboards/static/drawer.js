@@ -300,13 +300,19 @@ async function post(button) {
   say(`${button.textContent}…`);
   try {
     const answer = await fetch(button.dataset.post, { method: "POST", headers: { "Content-Type": "application/json" }, body: "{}" });
-    if (answer.ok) say(button.dataset.done, "done");
+    if (answer.ok) say(`${button.dataset.done}${await others(answer)}`, "done");
     else say(`Not done: ${await problem(answer)}${answer.status === 403 ? "; it takes the scope “control”" : ""}`, "refused");
   } catch {
     say("Not done: the server cannot be reached, nothing was changed", "refused");
   }
   for (const each of buttons) each.disabled = false;
   await fill();
+}
+
+/** What of the same remedy still waits for an approval. */
+async function others(answer) {
+  const count = (await answer.json().catch(() => ({}))).waiting?.length ?? 0;
+  return count ? ` ${count} more ${count === 1 ? "decision" : "decisions"} of this remedy ${count === 1 ? "waits" : "wait"}: half of it helps little.` : "";
 }
 
 function say(text, kind = "") {

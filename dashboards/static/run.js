@@ -205,7 +205,7 @@ function wireControls() {
   document.getElementById("astable").addEventListener("click", toggleTable);
   document.getElementById("copy").addEventListener("click", (event) => copyLink(event.currentTarget));
   document.getElementById("dismiss")?.addEventListener("click", () => document.getElementById("notices").remove());
-  for (const side of [document.querySelector(".side"), tableView]) side.addEventListener("click", onSideClick);
+  for (const side of [document.querySelector(".side"), tableView, form]) side.addEventListener("click", onSideClick);
   for (const name of ["alerts", "decisions"]) document.getElementById(`tab-${name}`).addEventListener("click", () => change({ tab: name }, { push: true }));
   document.getElementById("pause").addEventListener("click", togglePause);
   document.addEventListener("themechange", () => {

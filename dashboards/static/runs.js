@@ -36,7 +36,7 @@ function apply() {
     if (fits) matching++;
   }
   for (const body of document.querySelectorAll("#runs tbody")) body.hidden = !body.querySelector("tr[data-run]:not([hidden])");
-  document.getElementById("matches").textContent = matching === rows.length ? `${rows.length} ${rows.length === 1 ? "run" : "runs"}` : `${matching} of ${rows.length} runs`;
+  document.getElementById("matches").textContent = `${matching === rows.length ? "" : `${matching} of `}${rows.length} ${rows.length === 1 ? "run" : "runs"}`;
   const nothing = document.getElementById("nothing");
   if (nothing) nothing.hidden = matching > 0;
   for (const chip of document.querySelectorAll("#states button")) chip.setAttribute("aria-pressed", String(view.state.has(chip.dataset.state)));

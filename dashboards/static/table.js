@@ -13,7 +13,7 @@ export function fillTable(element, plot) {
   const markAt = marksOf(plot);
   const table = document.createElement("table");
   table.className = "table table--map";
-  table.createCaption().textContent = `${label} of ${rows.length} layers, steps ${Math.ceil(from)} to ${Math.floor(to)}`;
+  table.createCaption().textContent = `${label} of ${rows.length} ${rows.length === 1 ? "layer" : "layers"}, steps ${Math.ceil(from)} to ${Math.floor(to)}`;
   const head = table.createTHead().insertRow();
   for (const [place, text] of HEADS.entries()) head.append(cell("th", text, place > 0, { scope: "col" }));
   const body = table.createTBody();

@@ -152,7 +152,9 @@ def _words(document: dict[str, Any], wish: Asked) -> dict[str, Any]:
         "columns": [(name, text, metrics.metric_view(name)) for name, text in layer_view.TABLE_COLUMNS],
         "rows": layer_view.slot_rows(document),
         "alerts": layer_view.alert_cards(document["alerts"]),
-        "decisions": layer_view.decision_cards(document["decisions"], document["mode"]),
+        "decisions": layer_view.decision_cards(
+            document["decisions"], document["mode"], ended=document["ended"], plan=document["in_plan"]
+        ),
     }
 
 

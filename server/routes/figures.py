@@ -28,6 +28,7 @@ from fp8_safeguard.server.auth import require
 from fp8_safeguard.server.context import Reading
 from fp8_safeguard.server.problems import Problem, invalid
 from fp8_safeguard.server.routes.assets import COMPRESS_BYTES, accepts_gzip
+from fp8_safeguard.server.runlookup import find_run
 
 LANE_ENTRIES = 1000
 LOSS_POINTS = 2000
@@ -73,6 +74,7 @@ def heatmap(
             thresholds=_thresholds(conn, run, answer, place),
             step_width=answer["step_width"],
             decisions=query.decisions(conn, run, page_size=LANE_ENTRIES)["items"],
+            alerts=query.alerted_layers(conn, find_run(conn, run)),
             theme=theme,
             empty=_empty(answer, part, q, slot),
         )

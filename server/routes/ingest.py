@@ -89,6 +89,6 @@ def _listed(document: Mapping[str, Any], most: int) -> list[Any]:
     if not isinstance(bodies, list):
         raise invalid("samples must be a list", [("/samples", "not a list")])
     if len(bodies) > most:
-        message = f"{len(bodies)} samples in one request; at most {most} are read"
+        message = f"{len(bodies)} samples in one request; at most {most} {'is' if most == 1 else 'are'} read"
         raise invalid(message, [("/samples", message)])
     return bodies

@@ -1,6 +1,8 @@
 """The web pages; their figures and static files are joined in here."""
 
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
@@ -9,7 +11,17 @@ from fastapi.responses import HTMLResponse, Response
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from sqlalchemy import Connection
 
-from fp8_safeguard.dashboards import alerts, causes, coverage, decisions, incidents, metrics, slices, view
+from fp8_safeguard.dashboards import (
+    alerts,
+    causes,
+    coverage,
+    decisions,
+    incidents,
+    metrics,
+    sight,
+    slices,
+    view,
+)
 from fp8_safeguard.dashboards.address import read_view
 from fp8_safeguard.monitor.coverage import STATUSES
 from fp8_safeguard.monitor.wire import MODES
@@ -84,7 +96,10 @@ def run_page(request: Request, conn: Reading, run: str) -> Response:
     layers = list(dict.fromkeys(slot.layer for slot in slots))
     present = {view.slot_words(vars(slot)) for slot in slots if slot.variant is None}
     offer = slices.offered_slots(present, metrics.PAGE_METRICS)
-    shown = read_view(request.query_params, layers=layers, offer=offer)
+    listed = _listed_alerts(conn, run, detail)
+    urgent = listed.rows(listed.items)
+    opening = sight.opening_metric(urgent)
+    shown = read_view(request.query_params, layers=layers, offer=offer, opening=opening)
     return render(
         "run.html",
         run=run,
@@ -103,10 +118,18 @@ def run_page(request: Request, conn: Reading, run: str) -> Response:
         coverage=_coverage(conn, run, detail),
         ranks=view.rank_rows(detail["ranks"]),
         **_worst(conn, run, shown.q),
-        **_alerts(conn, run, detail, shown.chips, layers),
-        decisions=decisions.decision_rows(
-            query.decisions(conn, run, page_size=LIST_DECISIONS)["items"], mode=str(detail.get("mode"))
-        ),
+        unseen=sight.out_of_sight(urgent, shown.metric, shown.slot),
+        **_alerts(listed, detail["causes"], shown.chips, layers),
+        decisions=_decisions(conn, run, detail),
+    )
+
+
+def _decisions(conn: Connection, run: str, detail: dict[str, Any]) -> list[decisions.DecisionRow]:
+    return decisions.decision_rows(
+        query.decisions(conn, run, page_size=LIST_DECISIONS)["items"],
+        mode=str(detail.get("mode")),
+        ended=detail["state"] == "ended",
+        plan={entry["decision_id"] for entry in query.plan(conn, run)["entries"]},
     )
 
 
@@ -140,14 +163,30 @@ def cause_page(request: Request) -> Response:
     return render("causes.html", causes=known, signed_in=SESSION_COOKIE in request.cookies)
 
 
+@dataclass(frozen=True)
+class _Listed:
+    """The newest alerts of a run."""
+
+    items: list[dict[str, Any]]
+    cut: bool
+    """Whether there are older ones."""
+    held: frozenset[str]
+    """Layers in BF16 by the plan."""
+    rows: Callable[..., list[alerts.AlertRow]]
+    """The entries of the page's list for some of them."""
+
+
+def _listed_alerts(conn: Connection, run: str, detail: dict[str, Any]) -> _Listed:
+    answer, entries = query.alerts(conn, run, page_size=LIST_ALERTS), query.plan(conn, run)["entries"]
+    held = frozenset(entry["layer"] for entry in entries if entry["action"] == "bf16_fallback")
+    rows = partial(alerts.alert_rows, held=held, last_step=detail.get("last_step"))
+    return _Listed(answer["items"], answer["next_page_token"] is not None, held, rows)
+
+
 def _alerts(
-    conn: Connection, run: str, detail: dict[str, Any], chips: tuple[str, ...], layers: list[str]
+    listed: _Listed, standing: list[dict[str, Any]], chips: tuple[str, ...], layers: list[str]
 ) -> dict[str, Any]:
-    answer = query.alerts(conn, run, page_size=LIST_ALERTS)
-    items, standing = answer["items"], detail["causes"]
-    entries = query.plan(conn, run)["entries"]
-    held = {entry["layer"] for entry in entries if entry["action"] == "bf16_fallback"}
-    rows = partial(alerts.alert_rows, held=held, chips=chips, last_step=detail.get("last_step"))
+    items, rows = listed.items, partial(listed.rows, chips=chips)
     folded = incidents.fold(standing, items, layers)
     elsewhere = {item["id"] for group in folded for item in group}
     others = rows([item for item in items if item["id"] not in elsewhere])
@@ -157,8 +196,8 @@ def _alerts(
         ],
         "alerts": others[:SHOWN_ALERTS],
         "more_alerts": max(0, len(others) - SHOWN_ALERTS),
-        "chips": alerts.alert_chips(items, chips, held=held),
-        "alerts_cut": answer["next_page_token"] is not None,
+        "chips": alerts.alert_chips(items, chips, held=listed.held),
+        "alerts_cut": listed.cut,
     }
 
 

@@ -34,6 +34,29 @@ def test_the_window_stays_inside_the_run(first: int, last_step: int | None, wind
     assert (row.from_step, row.to_step) == window
 
 
+def test_a_slot_that_is_clear_again_speaks_for_no_alert_that_others_hold_open() -> None:
+    parts = [gemm("fprop", value=0.9, over=True), gemm("wgrad", value=0.2, first_step=209, over=False)]
+    (row,) = alert_rows([gemm("fprop", slots=parts)])
+    assert (row.title, row.detail, row.also) == ("GEMM error wgrad", "20 % (limit ≤ 5 %)", ("fprop",))
+    assert (row.first_step, row.slot) == (209, "wgrad")
+
+
+def test_an_alert_that_waits_says_so_and_comes_after_those_in_breach() -> None:
+    since = {"decision": "r-7", "step": 1230}
+    waits = gemm("wgrad", layer="b", severity="act", waits_since=since)
+    rows = alert_rows([waits, alert(), gemm("wgrad", layer="b", severity="act")])
+    assert [(row.layer, row.standing, row.tone) for row in rows] == [
+        ("b", "act", "unstable"),
+        ("a", "watch", "watch"),
+        ("b", "waits", "watch"),
+    ]
+    assert rows[-1].remarks == (
+        "waits for its next measurement: no breach since decision r-7 took effect at step 1,230",
+    )
+    (held,) = alert_rows([waits | {"state": "held"}])
+    assert (held.standing, held.remarks) == ("held", ())
+
+
 def test_what_needs_somebody_comes_first_and_what_is_over_last() -> None:
     rows = alert_rows(
         [

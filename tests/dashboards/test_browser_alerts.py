@@ -84,6 +84,23 @@ def test_back_and_forward_walk_through_jumps(dark_page: Any, server_url: str, fa
     assert page.evaluate("location.href") == jumped
 
 
+def test_a_fault_that_the_picture_does_not_show_is_one_click_away(
+    dark_page: Any, server_url: str, make_trainer: Any
+) -> None:
+    reporter = make_trainer(server_url, "unseen", ["layers.0", "layers.1"], mode="observe")
+    for step in range(3):
+        sick = reporter.sample(step, {})
+        _, second = (at for at, slot in enumerate(sick["slots"]) if slot.get("gemm") == "fprop")
+        sick["columns"]["sum_sq_err"][second] = 16384.0
+        reporter.post(step, columns=sick["columns"])
+    page = dark_page.open(f"{server_url}/runs/unseen?metric=gradient_distortion")
+    assert page.evaluate(f"{HEATMAP}.layout.yaxis.ticktext") == ["layers.0", "layers.1 ▲"]
+    page.locator("#definition .unseen").click()
+    dark_page.wait(f"{HEATMAP}.layout.meta.label === 'GEMM error' && !document.getElementById('ring').hidden")
+    dark_page.wait("!document.querySelector('#definition .unseen')")
+    assert page.locator("#slot").input_value() == "fprop"
+
+
 def test_the_jump_works_by_keyboard_alone(dark_page: Any, server_url: str, faulty: Any) -> None:
     page = dark_page.open(f"{server_url}/runs/faulty?alerts=open,held,resolved")
     page.locator(".alert-jump").first.focus()

@@ -154,9 +154,9 @@ def test_an_ended_run_says_that_no_decision_was_needed(
     httpx2.patch(f"{server_url}/api/v1/runs/over", json={"ended": True})
     page = dark_page.open(f"{server_url}/runs/over?tab=decisions")
     page.wait_for_selector("#live[data-live=ended]")
-    assert "None were needed" in page.locator("#decisions").text_content()
+    assert "ended without a decision" in page.locator("#decisions").text_content()
     note = "document.getElementById('timeline').layout.annotations[0].text"
-    assert page.evaluate(note) == "no decision was needed"
+    assert page.evaluate(note) == "the run ended without a decision"
 
 
 def test_what_was_not_measured_is_said_and_not_drawn(

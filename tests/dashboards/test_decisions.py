@@ -35,7 +35,7 @@ def test_a_decision_tells_what_why_when_and_who() -> None:
 @pytest.mark.parametrize(
     ("action", "state", "asks", "words"),
     [
-        ("bf16_fallback", "proposed", True, "proposed"),
+        ("bf16_fallback", "proposed", True, "waits for a person’s approval"),
         ("bf16_fallback", "applied", False, "in force"),
         ("advice", "proposed", False, "for people, no answer is needed"),
         ("advice", "approved", False, "taken up"),
@@ -45,6 +45,38 @@ def test_a_decision_tells_what_why_when_and_who() -> None:
 def test_advice_waits_for_no_answer(action: str, state: str, asks: bool, words: str) -> None:
     (row,) = decision_rows([decision(action=action, state=state)], mode="advise")
     assert (row.asks, row.state_words) == (asks, words)
+
+
+@pytest.mark.parametrize(
+    ("action", "mode", "ended", "told"),
+    [
+        ("advice", "observe", False, ("advice", "for people, no answer is needed", "given at step 208")),
+        ("advice", "advise", False, ("advice", "for people, no answer is needed", "given at step 208")),
+        (
+            "bf16_fallback",
+            "observe",
+            False,
+            (
+                "proposed",
+                "proposed only: the run is observed, so nothing comes of it; set its mode to advise to approve it",
+                "proposed at step 208",
+            ),
+        ),
+        (
+            "bf16_fallback",
+            "advise",
+            True,
+            ("proposed", "proposed only: the run has ended", "proposed at step 208"),
+        ),
+    ],
+)
+def test_what_does_not_happen_by_itself_does_not_sound_as_if_it_did(
+    action: str, mode: str, ended: bool, told: tuple[str, ...]
+) -> None:
+    item = decision(action=action, state="proposed", effective_step=None)
+    (row,) = decision_rows([item], mode=mode, ended=ended)
+    assert (row.standing, row.state_words, row.when) == told
+    assert row.acts == ()
 
 
 def test_evidence_is_told_with_limits_and_first_steps() -> None:
@@ -60,6 +92,8 @@ def test_long_evidence_says_how_much_more_there_is() -> None:
     signals = decision()["evidence"]["signals"] * 3
     (row,) = decision_rows([decision(evidence={"signals": signals})], mode="enforce")
     assert row.evidence[-1] == "and 3 more signals"
+    (row,) = decision_rows([decision(evidence={"signals": signals[:4]})], mode="enforce")
+    assert row.evidence[-1] == "and 1 more signal"
 
 
 @pytest.mark.parametrize(
@@ -79,6 +113,19 @@ def test_long_evidence_says_how_much_more_there_is() -> None:
 def test_only_what_can_be_done_is_offered(state: str, action: str, mode: str, acts: tuple[str, ...]) -> None:
     (row,) = decision_rows([decision(state=state, action=action)], mode=mode)
     assert row.acts == acts
+    # Nobody takes anything up once the trainer is gone.
+    (row,) = decision_rows([decision(state=state, action=action)], mode=mode, ended=True)
+    assert row.acts == ()
+
+
+def test_what_has_left_the_plan_is_over_and_can_be_reverted_no_more() -> None:
+    restore = decision(id="run-2", action="restore")
+    items = [decision(), decision(id="run-3"), restore, decision(id="run-4", state="rejected")]
+    rows = decision_rows(items, mode="enforce", plan={"run-3"})
+    assert [row.standing for row in rows] == ["over", "applied", "applied", "rejected"]
+    assert [row.acts for row in rows] == [(), ("revert",), (), ()]
+    assert rows[0].state_words == "no longer in force: it was restored or replaced"
+    assert rows[0].tone == "ended"
 
 
 def test_a_decision_without_its_trimmings_is_still_told() -> None:

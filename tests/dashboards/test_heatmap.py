@@ -135,7 +135,7 @@ def test_counted_non_finite_elements_are_marked_over_a_finite_value() -> None:
     assert cells(figure) == [[0.1, 0.2]]
     assert marks(figure, "NaN") == [(1, "a")]
     trace = next(trace for trace in figure.data if trace.name == "NaN")
-    assert trace.text == ("NaN 12, Inf 3 values",)
+    assert trace.text == ("12 NaN, 3 Inf",)
 
 
 @pytest.mark.parametrize("value", [0.0, 0.4, 1.0])
@@ -298,8 +298,8 @@ def test_more_cells_than_a_browser_can_draw_are_refused_with_the_way_out() -> No
 @pytest.mark.parametrize(
     ("values", "layers", "steps", "message"),
     [
-        ([[1.0], [2.0]], ["a"], [0], "2 rows of values for 1 layers"),
-        ([[1.0, 2.0]], ["a"], [0], "2 values for 1 steps"),
+        ([[1.0], [2.0]], ["a"], [0], r"more rows of values \(2\) than layers \(1\)"),
+        ([[1.0, 2.0]], ["a"], [0], r"more values \(2\) than there are steps \(1\)"),
         ([[1.0], [2.0]], ["a", "a"], [0], "'a' names two rows"),
         ([[1.0, 2.0]], ["a"], [1, 1], "must increase"),
     ],

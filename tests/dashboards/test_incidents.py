@@ -81,6 +81,10 @@ def test_an_incident_shows_its_own_layer_and_folds_the_others() -> None:
     assert [row.layer for row in found.own] == ["blocks.1.qkv"]
     assert (found.folded, found.since, len(found.rows)) == ("4 alerts in 3 layers", "since step 1,100", 4)
     assert (found.cause.title, found.cause.kind_words) == ("outlier channels", "FP8")
+    # A cause that was named long after its first alert was not known at the start.
+    late = cause("blocks.1.qkv", 1100) | {"found_step": 1130}
+    assert incident(late, alert_rows(items)).since == "since step 1,100, found at step 1,130"
+    assert incident(late | {"found_step": 1100}, alert_rows(items)).since == "since step 1,100"
     alone = incident(cause(None, 5), alert_rows(items[:1]))
     assert ([row.ids for row in alone.own], alone.folded) == ([(0,)], "")
     assert incident(cause(None, 5), ()).own == ()

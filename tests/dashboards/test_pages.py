@@ -182,6 +182,25 @@ def test_heatmap_figure_holds_the_api_s_values(server_url: str, reporter: Any, s
     }  # fmt: skip
 
 
+def test_a_fault_in_fprop_is_seen_by_whoever_opens_the_page(server_url: str, reporter: Any) -> None:
+    """Gradient distortion stays green: another metric is shown, the row is marked, and other pictures say what they miss."""
+    for step in range(3):
+        sick = reporter.sample(step, {})
+        places = [at for at, slot in enumerate(sick["slots"]) if slot.get("gemm") == "fprop"]
+        sick["columns"]["sum_sq_err"][places[1]] = 16384.0
+        reporter.post(step, columns=sick["columns"], mode="observe")
+    address = f"{server_url}/runs/{reporter.run}"
+    opened = httpx2.get(address).text
+    assert re.search(r'<option value="relative_error"[^>]* selected>', opened)
+    assert "Not in this picture" not in opened
+    chosen = httpx2.get(f"{address}?metric=gradient_distortion").text
+    assert re.search(r'<option value="gradient_distortion"[^>]* selected>', chosen)
+    (words,) = re.findall(r"Not in this picture: .*", Text(chosen).text)
+    assert words == f"Not in this picture: GEMM error fprop 50 % (limit ≤ 5 %) of “{LAYERS[1]}”. Show it"
+    axis = strict(httpx2.get(f"{address}/figures/heatmap"))["layout"]["yaxis"]
+    assert axis["ticktext"] == [LAYERS[0], f"{LAYERS[1]} ▲", LAYERS[2]]
+
+
 def test_b80_non_finite_elements_reach_the_figure_as_strict_json(server_url: str, reporter: Any) -> None:
     sick = reporter.sample(0, {})
     sick["columns"]["nan"][4] = 7

@@ -59,6 +59,15 @@ def test_only_what_is_in_force_is_filled(state: str, symbol: str) -> None:
     assert lane(timeline_figure([decision(state=state)]), "BF16 fallback").marker.symbol == (symbol,)
 
 
+def test_what_was_restored_is_in_force_no_longer_though_it_was_applied() -> None:
+    restore = decision(id="run-2", action="restore", step=298, effective_step=300)
+    other = decision(id="run-3", target={"gemm": "fprop"})
+    again = decision(id="run-4", step=400, effective_step=402)
+    figure = timeline_figure([decision(), other, again, restore])
+    assert lane(figure, "BF16 fallback").marker.symbol == ("diamond-open", "diamond", "diamond")
+    assert lane(figure, "restore").marker.symbol == ("circle",)
+
+
 @pytest.mark.parametrize(
     ("target", "words"),
     [

@@ -82,6 +82,7 @@ def test_a_cause_stands_as_long_as_its_decision(
     why = detail["verdict"]["why"]
     assert why.startswith("'blocks.0.mlp' dgrad: GEMM error")
     assert why.endswith("; cause: outlier channels (FP8)")
+    assert (cause["found_step"], cause["step"]) == (1, 1)
     client.post(f"/api/v1/decisions/{made['id']}:approve")
     assert len(client.get(API).json()["causes"]) == 1
     client.post(f"/api/v1/decisions/{made['id']}:revert")
@@ -153,7 +154,8 @@ def test_a_watch_beside_a_plan_in_force_does_not_say_that_nothing_is_decided(
     client: TestClient, post: Any
 ) -> None:
     first = {("blocks.0.mlp", "dy col"): WATCHED}
-    for step in range(3):
+    post(0, mode="enforce")
+    for step in (1, 2):
         post(step, first, mode="enforce")
     assert client.get(API).json()["verdict"]["next"] == "watch it: nothing is decided on this alone"
     pin = {"layer": "blocks.2.mlp", "action": "scale_multiplier", "value": 0.5}

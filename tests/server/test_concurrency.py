@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import anyio
 import httpx2
 import pytest
 
+from fp8_safeguard.server import control
 from fp8_safeguard.server.gate import Gate
 from fp8_safeguard.server.migrate import head_revision
 from fp8_safeguard.server.problems import Problem
@@ -121,7 +122,23 @@ def build_routes(*urls: str) -> None:
             assert httpx2.post(f"{url}/api/v1{path}").status_code == 404
 
 
+@pytest.fixture
+def overlapping(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two changes wait for each other once they have read what they go by: only the store's lock keeps them apart."""
+    meet, read = threading.Barrier(2), control._memory
+
+    def slow(*given: Any) -> Any:
+        found = read(*given)
+        # With the lock the second never comes while the first is here.
+        with suppress(threading.BrokenBarrierError):
+            meet.wait(timeout=0.5)
+        return found
+
+    monkeypatch.setattr(control, "_memory", slow)
+
+
 @both
+@pytest.mark.usefixtures("overlapping")
 def test_a_proposal_that_several_people_approve_at_once_is_approved_once(
     settings: Settings, proposed: Any
 ) -> None:
@@ -143,6 +160,7 @@ def test_a_proposal_that_several_people_approve_at_once_is_approved_once(
 
 
 @both
+@pytest.mark.usefixtures("overlapping")
 def test_nothing_is_in_force_after_a_kill_switch_whatever_is_approved_with_it(
     settings: Settings, proposed: Any
 ) -> None:

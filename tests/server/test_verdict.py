@@ -162,7 +162,7 @@ def test_a_stale_run_of_which_some_groups_ended_names_the_others(
         post(0, group=group, groups=2)
     client.post(f"{API}:end", json={"attempt": "0", "group": "0"})
     clock.now += 600
-    assert "1 of 2 groups have ended, 1 stopped without a word" in client.get(API).json()["verdict"]["why"]
+    assert "1 of 2 groups has ended, 1 stopped without a word" in client.get(API).json()["verdict"]["why"]
 
 
 def test_a_run_id_that_is_used_twice_is_in_the_verdict(client: TestClient, post: Any) -> None:
@@ -217,3 +217,32 @@ def test_a_change_that_cannot_be_made_names_its_field(
     answer = client.patch(API, json=change)
     assert (answer.status_code, [fault["pointer"] for fault in answer.json()["errors"]]) == (422, [pointer])
     assert client.get(API).json() == before
+
+
+def test_a_warning_from_the_first_sample_on_is_told_apart_from_a_change(
+    client: TestClient, documents: Any
+) -> None:
+    """A small healthy model may lie beyond a level that fits most."""
+    slots = documents.slots(2)
+
+    def send(step: int, *, ill: bool) -> str:
+        values = [
+            documents.values(slot, underflow=1500 if ill and slot.get("operand") == "dy" else 0)
+            if "gemm" not in slot and slot["layout"] == "col"
+            else documents.values(slot)
+            for slot in slots
+        ]
+        body = documents.sample(step, slots, values)
+        assert client.post(f"{API}/samples", json=body).status_code == 200
+        detail = client.get(API).json()
+        return f"{detail['state']}: {detail['verdict']['next']}"
+
+    for step in range(2):
+        told = send(step, ill=True)
+    assert told.startswith("watch: nothing is decided on this alone. It was so from the first sample on")
+    for step in range(2, 5):
+        told = send(step, ill=False)
+    assert told == "healthy: nothing to do"
+    for step in range(60, 62):
+        told = send(step, ill=True)
+    assert told == "watch: watch it: nothing is decided on this alone"
