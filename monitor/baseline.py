@@ -32,9 +32,13 @@ from fp8_safeguard.monitor.thresholds import PRESETS
 LEAST_STEPS = 20
 """Sampled steps below which a window says nothing about what is healthy."""
 MOST_FAMILIES = 8192
+"""Slots that a baseline holds at most."""
 SAMPLES_KEPT = 256
+"""Values of a slot that its quantiles are made of: of a longer window every second, then every fourth."""
 HIGH_QUANTILE = 0.99
+"""What is called high of a slot's values in the window; the largest of all stands beside it."""
 SCHEMA = 1
+"""Of the stored form."""
 
 FloatArray = NDArray[np.float64]
 

@@ -32,6 +32,7 @@ GROUP = "fp8 "
 SURE = 1
 """Samples where a level to act on is passed."""
 LIKELY = 2
+"""Samples where only a watch level is passed: one may be chance."""
 
 _NOISE_COSINE = 0.99
 _VANISHED = 0.05

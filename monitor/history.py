@@ -16,10 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 SAMPLES = 8
+"""Latest healthy values of a slot that its median is made of: what is in breach is no norm."""
 SAMPLES_NEEDED = 4
 """A median of fewer says nothing: there is none until then."""
 
 METRICS_KEPT = 2
+"""Of an operand amax and kurtosis, of a recomputed GEMM its error."""
 
 Float32Array = NDArray[np.float32]
 

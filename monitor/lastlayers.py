@@ -25,6 +25,7 @@ LAST_BLOCKS = 5
 GEMMS = ("fprop", "dgrad")
 """wgrad is a leaf: what is wrong there goes no further."""
 RECENT_SAMPLES, LONG_SAMPLES = 8, 64
+"""Samples of the two running means that say how underflow has gone lately and long before."""
 RISEN = math.log(2.0)
 """Recent underflow over that of long before, as a logarithm."""
 LEAST_UNDERFLOW = 1e-3

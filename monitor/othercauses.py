@@ -28,18 +28,21 @@ from fp8_safeguard.monitor.symptoms import Symptoms
 GAIN_JUMP = 8.0
 """A norm's largest gain over its own median: healthy ones stay within 1 %."""
 QK_JUMP = 4.0
+"""The largest attention logit, or the gain of a norm of q or k, over its own median."""
 QK_LOGIT = 30.0
 """Below it attention is not hard: healthy logits reach 16."""
 QK_LOGIT_HARD = 100.0
 """The level at which QK-Clip (Kimi K2) rescales the heads, however slowly it was reached."""
-QK_UNDERFLOW = 0.05
-TOKEN_UNDERFLOW = 0.05
+QK_UNDERFLOW, TOKEN_UNDERFLOW = 0.05, 0.05
+"""Share of dy that vanishes along tokens: of a projection of q or k alone, where no logits are reported; of any layer."""
 TOKEN_LAYERS = 3
 """A change of domain brings 2 % of dy along tokens in four layers, token weights over six decades 20 % in six."""
 JUMP = 2.0
 """Loss over its median for a data spike; a change of domain reaches 3.5, random bytes 3.2 to 5.5."""
 SPIKE = 3.5
+"""Loss over its median for a spike that the layers' gradients and results do not show."""
 DEVIATIONS = 6.0
+"""How far the loss lies above its median besides, in standard deviations (1.4826 MAD)."""
 TOGETHER = 4.0
 """Largest gradient over its median, in the middle one of all layers: 3.9 with a change of domain, 5.8 to 11 in a spike."""
 UNLIKE = 0.35
@@ -48,7 +51,9 @@ ALIVE_SHARE, ALIVE_MEDIAN = 0.05, 0.1
 """Least and median share of an expert, of the mean, that make it one which had its share: in healthy young runs experts
 come down to nothing by and by, and stay there for a dozen steps."""
 STARVED_SAMPLES = 8
+"""Consecutive samples without a token before an expert is called starved."""
 GROWTH_SUM = 6.0
+"""How far above twice its long mean the gradient's norm has been in all, in log units; a sample adds at most 0.3."""
 _QK_NORM = re.compile(r"^(q|k|qk|query|key)_")
 _QK_LAYER = re.compile(r"(qkv|query_key_value|(^|_)(q|k|query|key)(_|$)|c_attn|in_proj|^w[qk]$)")
 

@@ -22,8 +22,11 @@ FAILED_SAMPLES = 3
 GRADE_WITHIN = 32
 """Samples after which a decision is graded by what was seen, however little that is."""
 LOSSES_NEEDED = 4
+"""Losses without which nothing is said of whether the loss has recovered."""
 LOSSES_BEFORE = 8
+"""Losses before a fault that say what the loss was: their median and their highest."""
 LOSSES_KEPT = 64
+"""Latest losses that are remembered for it."""
 MOST_PENDING = 256
 """Decisions that wait for their grade; of more the oldest go ungraded, and say so."""
 FAILURES_KEPT = 256

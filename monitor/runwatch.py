@@ -29,6 +29,7 @@ LOSS_JUMP = Threshold(
 JUMP_SAMPLES = 8
 """Positive losses that the median is made of; with fewer there is none."""
 LOSS_SERIOUS_SAMPLES = 2
+"""Consecutive samples after which a loss that is no number is serious."""
 NORM_SERIOUS_SAMPLES = 5
 """Consecutive samples after which it is serious: a trainer that skips such steps has not learnt anything in them."""
 

@@ -241,6 +241,18 @@ def test_ours_is_held_against_the_cheapest_peer_that_sees_activations(
     assert (cost["goal"], cost["reached"]) == (0.2, False)
 
 
+def test_a_peer_whose_cost_is_lost_in_the_noise_gives_no_ratio(script: Callable[[str], ModuleType]) -> None:
+    peer = {"child_cpu_ms_per_step": 0.0, "activations": True}
+    rows = [
+        {"case": "every_step_fp32", "us_per_tensor": 8.0},
+        {"case": "dear", "us_per_tensor": 4.0, **peer},
+        {"case": "lost", "us_per_tensor": -1.0, **peer},
+    ]
+    (cost,) = script("overhead.rows")._cost_of_a_tensor("fp32", rows)
+    assert (cost["baseline"], cost["ratio"], cost["reached"]) == ("lost", None, False)
+    assert cost["against"] == {"dear": 2.0, "lost": None}
+
+
 def test_the_time_of_child_processes_is_found(script: Callable[[str], ModuleType]) -> None:
     children_seconds = script("overhead.peers").children_seconds
     before = children_seconds()
