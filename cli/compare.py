@@ -28,6 +28,8 @@ FACTS = (
 """What of a run's detail stands beside the other's."""
 NUMERICS = {"error": "relative_error", "distortion": "gradient_distortion", "underflow": "underflow_ratio"}
 """Metrics that are compared, by their short names: the judge first."""
+LEAST = {"error": 1e-6, "distortion": 1e-4, "underflow": 1e-3}
+"""Values below which a layer is not told from one that has none."""
 MOST_ROWS = 20
 
 
@@ -121,7 +123,7 @@ def worst(asked: Source, run: str, span: tuple[int, int] | None) -> dict[str, di
 
 
 def numerics(sides: list[dict[str, dict[str, Any]]]) -> list[dict[str, Any]]:
-    """One item a layer, the one whose GEMM error differs most first."""
+    """One item a layer, the one that differs most in any of the metrics first."""
     items = []
     for layer in {**sides[0], **sides[1]}:
         item: dict[str, Any] = {"layer": layer}
@@ -139,10 +141,16 @@ def ratio(one: Any, other: Any) -> float | None:
 
 
 def difference(item: Item) -> float:
-    """How far apart the errors of a layer are; what is not finite in one of the two is farthest."""
-    if sum(value == "non-finite" for value in item["error"]) == 1:
+    """How far apart a layer is in the metric in which it is farthest; what is not finite in one of the two is farthest."""
+    if any(sum(value == "non-finite" for value in item[short]) == 1 for short in NUMERICS):
         return math.inf
-    return abs(math.log(item["error_ratio"])) if item["error_ratio"] else -1.0
+    ratios = {short: ratio(*(_floored(short, value) for value in item[short])) for short in NUMERICS}
+    return max((abs(math.log(found)) for found in ratios.values() if found), default=-1.0)
+
+
+def _floored(short: str, value: Any) -> Any:
+    """A value, or what is as good as zero: ratios of less say nothing."""
+    return max(value, LEAST[short]) if isinstance(value, int | float) else value
 
 
 def decisions(sides: list[list[Item]]) -> list[dict[str, Any]]:

@@ -142,9 +142,25 @@ def _explained(conn: Connection, row: Row[Any], health: Health, causes: Sequence
 
 
 def _told(health: Health, explained: Mapping[int, int]) -> dict[str, Any] | None:
-    """The alert that the verdict tells: of those that weigh as much, one with a cause, and of those the oldest."""
+    """The alert that the verdict tells: of those that weigh as much, one with a cause, and of those the oldest.
+
+    The oldest of a fault is where it began. Of what is only to be watched healthy layers have some, too, and from the first
+    step on: there the one farthest beyond its limit comes first.
+    """
+
+    def rank(alert: dict[str, Any]) -> tuple[float, float]:
+        return explained.get(alert["id"], math.inf), -_beyond(alert) if alert["severity"] == "watch" else 0.0
+
     # The first of equals is kept, and that is the oldest.
-    return min(health.worst_alerts, key=lambda alert: explained.get(alert["id"], math.inf), default=None)
+    return min(health.worst_alerts, key=rank, default=None)
+
+
+def _beyond(alert: Mapping[str, Any]) -> float:
+    """How many times its limit an alert's value is, either way, as a logarithm."""
+    value, limit = alert["value"], alert["threshold"]
+    if not isinstance(value, int | float) or not isinstance(limit, int | float):
+        return math.inf
+    return abs(math.log(value / limit)) if value > 0 and limit > 0 else math.inf
 
 
 def _advice(conn: Connection, row: Row[Any], alert: dict[str, Any] | None) -> str | None:

@@ -8,6 +8,8 @@ from typing import Any
 import httpx2
 import pytest
 
+from fp8_safeguard.cli.compare import numerics
+
 
 def compare(cli: Callable[..., Any], recipes: Any, *more: str) -> Any:
     return cli("compare", *more, "--server", recipes.url)
@@ -101,3 +103,20 @@ def test_an_unknown_run_is_named_whichever_it_is(recipes: Any, cli: Callable[...
         said = compare(cli, recipes, *pair)
         assert (said.code, said.out) == (1, "")
         assert "Did you mean faulty?" in said.err
+
+
+def test_a_layer_that_differs_in_underflow_alone_comes_before_noise() -> None:
+    """And what is next to nothing on both sides is none, whatever its ratio."""
+    one = {
+        "a": {"error": 0.036, "distortion": 1e-3, "underflow": 6e-5},
+        "b": {"error": 0.03, "distortion": 1e-3, "underflow": 1e-7},
+    }
+    other = {
+        "a": {"error": 0.036, "distortion": 1e-3, "underflow": 0.19},
+        "b": {"error": 0.031, "distortion": 1e-3, "underflow": 1e-5},
+    }
+    assert [item["layer"] for item in numerics([one, other])] == ["a", "b"]
+    assert [item["layer"] for item in numerics([{**one, "a": one["b"]}, {**other, "a": one["b"]}])] == [
+        "b",
+        "a",
+    ]

@@ -246,3 +246,29 @@ def test_a_warning_from_the_first_sample_on_is_told_apart_from_a_change(
     for step in range(60, 62):
         told = send(step, ill=True)
     assert told == "watch: watch it: nothing is decided on this alone"
+
+
+def test_of_what_is_only_to_be_watched_the_one_farthest_beyond_its_limit_is_told(
+    client: TestClient, documents: Any
+) -> None:
+    """A little beyond a level since the start, as healthy layers may be, is no news beside what is far beyond it."""
+    slots = documents.slots(2)
+    first, second = (layer for layer in dict.fromkeys(slot["layer"] for slot in slots))
+
+    def told(step: int, underflow: dict[str, int]) -> str:
+        values = [
+            documents.values(slot, underflow=underflow.get(slot["layer"], 0))
+            if "gemm" not in slot and (slot["operand"], slot["layout"]) == ("dy", "col")
+            else documents.values(slot)
+            for slot in slots
+        ]
+        assert client.post(f"{API}/samples", json=documents.sample(step, slots, values)).status_code == 200
+        return str(client.get(API).json()["verdict"]["why"])
+
+    for step in range(2):
+        mild = told(step, {first: 1500})
+    assert repr(first) in mild
+    for step in range(2, 5):
+        far = told(step, {first: 1500, second: 9000})
+    assert repr(second) in far
+    assert repr(first) not in far
