@@ -211,16 +211,20 @@ def plan(
     """The plan in force: every deviation from the configured precision."""
     with asking(server, database_url, token, run) as (asked, name):
         found = asked.plan(name)
-    if as_json:
-        print_json(found)
-        return
+        if as_json:
+            print_json(found)
+            return
+        # The plan says what is wanted; since when it holds the trainer has said of each decision.
+        since = (
+            {made["id"]: made["effective_step"] for made in asked.decisions(name)} if found["entries"] else {}
+        )
     columns: Columns = {
         "layer": lambda item: item["layer"],
         "target": lambda item: place(item["target"]),
         "action": lambda item: item["action"],
         "value": lambda item: item.get("value"),
         "decision": lambda item: item["decision_id"],
-        "from step": lambda item: _held_from(item.get("effective_step", item["not_before_step"])),
+        "from step": lambda item: _held_from(since.get(item["decision_id"])),
         "until step": lambda item: item.get("expires_step"),
     }
     if found["entries"]:

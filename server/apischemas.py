@@ -274,7 +274,6 @@ SCHEMAS: dict[str, Schema] = {
             "not_before_step": COUNT,
             "expires_step": maybe(COUNT),
         },
-        {"effective_step": maybe(COUNT)},
     ),
     "Plan": record("The deviations in force.", {"version": COUNT, "entries": listed(ref("PlanEntry"))}),
     "Decision": record(

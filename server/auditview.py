@@ -20,16 +20,8 @@ from fp8_safeguard.server.tables import decisions as decision_table
 
 
 def plan(conn: Connection, run: str) -> dict[str, Any]:
-    """The plan, with the `effective_step` of each entry: null until the trainer has said since when it holds.
-
-    Raises Problem 404.
-    """
-    found = plan_of(find_run(conn, run))
-    named = [entry["decision_id"] for entry in found["entries"]]
-    query = select(decision_table.c.id, decision_table.c.effective_step)
-    since = {row.id: row.effective_step for row in conn.execute(query.where(decision_table.c.id.in_(named)))}
-    entries = [{**entry, "effective_step": since.get(entry["decision_id"])} for entry in found["entries"]]
-    return {**found, "entries": entries}
+    """The plan in force. Raises Problem 404."""
+    return plan_of(find_run(conn, run))
 
 
 def plan_of(row: Row[Any]) -> dict[str, Any]:

@@ -77,23 +77,3 @@ def test_pages_offer_an_approval_only_where_it_changes_the_plan(
     client.patch(API, json={"ended": True})
     assert ":approve" not in client.get("/runs/demo/layer", params={"layer": "blocks.0.mlp"}).text
     assert 'data-act="approve"' not in client.get("/runs/demo").text
-
-
-def test_an_approved_entry_holds_from_the_step_that_the_trainer_names(client: TestClient, post: Any) -> None:
-    (made,) = post(0, DGRAD, mode="advise")["decisions"]
-    for step in range(1, 9):
-        post(step, DGRAD)
-    client.post(f"/api/v1/decisions/{made['id']}:approve")
-
-    def held() -> Any:
-        (entry,) = client.get(f"{API}/plan").json()["entries"]
-        return entry["effective_step"]
-
-    assert held() is None
-    reply = post(9, DGRAD)
-    # What the trainer is sent is as it was.
-    (sent,) = reply["plan"]["entries"]
-    assert "effective_step" not in sent
-    assert held() is None
-    post(10, DGRAD, plan_version=1, effective_step=11)
-    assert held() == 11
