@@ -27,9 +27,8 @@ def watch(session: Session, layer: ObservedLayer, state: StepState, node: Any) -
         return
     parameter = layer.parameter()
     output = 0 if parameter is None or parameter.is_leaf else parameter.output_nr
-    if state.arrivals is not None:
-        state.arrivals.remove()
-    state.arrivals = node.register_prehook(_Arrival(session, layer, state, output))
+    # A weight that is cut anew for each forward has a place for each, and all their backwards may be still to come.
+    state.arrivals.append(node.register_prehook(_Arrival(session, layer, state, output)))
 
 
 def norm_scalars(layers: Iterable[ObservedLayer]) -> Iterator[tuple[str, str, Tensor]]:

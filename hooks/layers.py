@@ -55,8 +55,8 @@ class StepState:
     wgrads: int = 0
     node: Any = None
     """Where in the graph the weight's gradient arrives."""
-    arrivals: RemovableHandle | None = None
-    """Of the hook on that place."""
+    arrivals: list[RemovableHandle] = field(default_factory=list)
+    """Of the hooks on such places."""
     wgrad_norm: Tensor | None = None
     """L2 norm of the gradient that arrived there, of several the largest; [] on its device."""
     owed: int = 0
@@ -72,8 +72,8 @@ class StepState:
     def close(self) -> None:
         """No backward finds its frame any more, and no hook stays on a place that outlives the step (DDP keeps some)."""
         self.frame = None
-        if self.arrivals is not None:
-            self.arrivals.remove()
+        for arrival in self.arrivals:
+            arrival.remove()
 
 
 class ObservedLayer:

@@ -13,8 +13,17 @@ import torch
 from torch import nn
 
 from fp8_safeguard.hooks import Guard
+from fp8_safeguard.monitor.plan import Decision
 from fp8_safeguard.monitor.policy import PolicyConfig, PolicyState, decide, observe
 from fp8_safeguard.monitor.wire import parse_sample
+
+
+def _judged(guard: Guard, state: PolicyState) -> tuple[Any, PolicyState, tuple[Decision, ...]]:
+    """The last sample, whose loss is finite, and what the policy makes of it."""
+    sample: Any = guard.last_sample()
+    assert math.isfinite(sample["run"]["loss"])
+    config = PolicyConfig(run="r", mode="enforce")
+    return sample, *decide(state, observe([parse_sample(sample)]), config)
 
 
 def test_b96_a_nan_gradient_without_a_loss_scaler_is_counted_and_its_layer_falls_back(
@@ -42,11 +51,7 @@ def test_b96_a_nan_gradient_without_a_loss_scaler_is_counted_and_its_layer_falls
             optimizer.zero_grad()
         guard.step(step)
         optimizer.zero_grad()
-        sample: Any = guard.last_sample()
-        assert math.isfinite(sample["run"]["loss"])
-        state, decisions = decide(
-            state, observe([parse_sample(sample)]), PolicyConfig(run="r", mode="enforce")
-        )
+        _, state, decisions = _judged(guard, state)
         made.append({(act.layer, act.action) for act in decisions})
         counted.append(state.trends.nonfinite_steps)
     assert counted == [0, 0, 1, 2, 2]
@@ -71,11 +76,7 @@ def _decided(
             optimizer.step()
         guard.step(step)
         optimizer.zero_grad()
-        sample: Any = guard.last_sample()
-        assert math.isfinite(sample["run"]["loss"])
-        state, decisions = decide(
-            state, observe([parse_sample(sample)]), PolicyConfig(run="r", mode="enforce")
-        )
+        sample, state, decisions = _judged(guard, state)
         told.made.append({(act.layer, act.target.gemm, act.action) for act in decisions})
         told.counted.append(state.trends.nonfinite_steps)
         told.causes.append({(each.said["name"], each.said["layer"]) for each in state.trends.causes.values()})
@@ -122,6 +123,47 @@ def test_of_several_micro_batches_any_speaks_in_any_dtype(
     sample: Any = guard.last_sample()
     sent = [each["value"] for each in sample["scalars"]]
     assert sent == ([] if bad is None else ["Infinity"])
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_of_two_weights_cut_from_one_parameter_the_bad_one_is_named(
+    watch: Callable[..., Guard], bad: int
+) -> None:
+    """As sharding keeps them: both gradients arrive at one place in the graph, each at an output of its own."""
+    flat = nn.Parameter(torch.randn(2, 16, 16))
+    model = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False))
+    weights = flat.unbind()
+    for layer, weight in zip(model, weights, strict=True):
+        del layer.weight
+        layer.weight = weight
+    weights[bad].register_hook(lambda dw: dw * math.nan)
+    guard = watch(model)
+    model(torch.randn(4, 16)).square().sum().backward()
+    guard.step(0)
+    sample: Any = guard.last_sample()
+    assert [(each["layer"], each["value"]) for each in sample["scalars"]] == [(str(bad), "NaN")]
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_weight_cut_anew_for_each_forward_is_looked_at_in_each_backward(
+    watch: Callable[..., Guard], bad: int
+) -> None:
+    flat = nn.Parameter(torch.randn(256))
+    model = nn.Sequential(nn.Linear(16, 16, bias=False))
+    del model[0].weight
+    outputs, guard = [], None
+    for forward in range(2):
+        model[0].weight = weight = flat.view(16, 16)
+        if forward == bad:
+            weight.register_hook(lambda dw: dw * math.nan)
+        guard = guard or watch(model)
+        outputs.append(model(torch.randn(4, 16)).square().sum())
+    for output in outputs:
+        output.backward()
+    assert guard is not None
+    guard.step(0)
+    sample: Any = guard.last_sample()
+    assert [each["value"] for each in sample["scalars"]] == ["NaN"]
 
 
 def test_a_place_that_outlives_the_step_keeps_no_hook_of_ours(watch: Callable[..., Guard]) -> None:
