@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -34,7 +35,7 @@ class Collectives:
         """Operations begun so far: on every rank the same."""
         self._nap = nap
         self._group: Any = None
-        self._in_flight = False
+        self._in_flight: Any = None
 
     def meet(self, store: Any) -> None:
         """Wait until every rank is here, then connect. The store's own waits would hold it against the trainer.
@@ -49,16 +50,19 @@ class Collectives:
         while not store.check(everybody):
             self._nap(seconds)
             seconds = min(2 * seconds, _MEETING_SECONDS)
-        self._group = self._connected(store)
+        self._group = self._made(store)
+        # With connections that are made when first needed: all of them now, so that later a rank that goes is noticed.
+        self._wait(self._group.alltoall_base(torch.zeros(self.size), torch.zeros(self.size), [], []))
 
-    def _connected(self, store: Any) -> Any:
-        """The connections, made in a thread of their own: the library would wait for a rank that has gone since, or that no
-        packet reaches, for as long as for any."""
+    def _made(self, store: Any) -> Any:
+        """The group. An older torch connects within this call, and would wait for a rank that has gone since, or that no
+        packet reaches, for as long as for any: so it has a thread of its own. Where the interpreter ends before that thread
+        is back, the process is aborted if it comes back meanwhile; with a newer torch it is back at once."""
         made: list[Any] = []
 
         def connect() -> None:
             try:
-                made.append(dist.ProcessGroupGloo(store, self.rank, self.size, timeout=_FOREVER))
+                made.append(_gloo(store, self.rank, self.size))
             except Exception as error:
                 made.append(error)
 
@@ -98,14 +102,17 @@ class Collectives:
         return bytes(buffer.numpy())
 
     def _finish(self, work: Any) -> None:
-        """Raises ConnectionError where the operation failed, and what the nap raises."""
         self.count += 1
-        self._in_flight = True
+        self._wait(work)
+
+    def _wait(self, work: Any) -> None:
+        """Raises ConnectionError where the operation failed, and what the nap raises."""
+        self._in_flight = work
         seconds = _SHORTEST_SECONDS
         while not work.is_completed():
             self._nap(seconds)
             seconds = min(1.5 * seconds, _LONGEST_SECONDS)
-        self._in_flight = False
+        self._in_flight = None
         try:
             work.wait()
         except RuntimeError as error:
@@ -113,7 +120,29 @@ class Collectives:
 
     def close(self) -> None:
         """Let the connections go; those of an operation that will never end stay until the process does."""
-        if self._in_flight and self._group is not None:
-            # Its end would wait for the operation's.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
-        self._group = None
+        if self._in_flight is not None:
+            # The group's end would wait for the operation's. The operation's tensors go with whoever lets go of it last: a
+            # thread of the library's, when the other rank has gone, would want the interpreter for that, and abort the
+            # process where that is ending too.
+            for each in (self._group, self._in_flight):
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
+        self._group = self._in_flight = None
+
+
+def _gloo(store: Any, rank: int, size: int) -> Any:
+    """A group by the interfaces that torch would take, connected by the library's own threads where it can do that."""
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = _FOREVER
+    named = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    options._devices = [_device(interface=name) for name in named] or [_device()]
+    return gloo(store, rank, size, options)
+
+
+def _device(**interface: str) -> Any:
+    gloo: Any = dist.ProcessGroupGloo
+    make = gloo.create_device if interface else gloo.create_default_device
+    try:
+        return make(**interface, lazy_init=True)
+    except TypeError:  # an older torch
+        return make(**interface)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import importlib
 import os
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -27,10 +28,11 @@ class Replicas:
     ends. What one of them alone may do (write a checkpoint, name an attempt) the first one does, and tells the others.
     """
 
-    def __init__(self, group: Any = None) -> None:
+    def __init__(self, together: bool = False, group: Any = None) -> None:
+        """`together`: with the ranks of `group`; None is torch's own, which nothing here holds: it ends when it is told to."""
         self._group = group
-        self.rank = 0 if group is None else dist.get_rank(group)
-        self.size = 1 if group is None else dist.get_world_size(group)
+        self.rank = dist.get_rank(group) if together else 0
+        self.size = dist.get_world_size(group) if together else 1
 
     @classmethod
     def join(cls) -> Replicas:
@@ -43,6 +45,9 @@ class Replicas:
         if not dist.is_initialized():
             if int(os.environ.get("WORLD_SIZE") or "1") < 2:
                 return cls()
+            # Its functions have the group of the moment of their import as a default, and would keep it, and its threads,
+            # to the very end: a thread that lets go of a tensor while the interpreter ends aborts the process.
+            importlib.import_module("torch.distributed.nn")
             try:
                 dist.init_process_group("gloo")
             except (ValueError, RuntimeError) as error:
@@ -54,7 +59,9 @@ class Replicas:
         if dist.get_world_size() == 1:
             return cls()
         # The trainer's tensors are on the CPU.
-        return cls(dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo"))
+        return cls(
+            together=True, group=None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+        )
 
     def check(self, config: TrainConfig) -> None:
         """Raises ConfigError where a step's sequences do not divide among the ranks."""

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -121,7 +122,7 @@ def test_connections_that_never_come_about_are_waited_for_in_naps_only(
         if len(naps) == 5:
             raise Enough
 
-    monkeypatch.setattr("torch.distributed.ProcessGroupGloo", lambda *_, **__: release.wait(5.0))
+    monkeypatch.setattr("fp8_safeguard.hooks.collectives._gloo", lambda *_, **__: release.wait(5.0))
     try:
         with pytest.raises(Enough):
             collectives.Collectives(0, 1, nap).meet(torch.distributed.HashStore())
@@ -133,9 +134,37 @@ def test_what_connecting_raises_is_raised_where_it_is_waited_for(monkeypatch: py
     def refuse(*_: Any, **__: Any) -> None:
         raise RuntimeError("no route to host")
 
-    monkeypatch.setattr("torch.distributed.ProcessGroupGloo", refuse)
+    monkeypatch.setattr("fp8_safeguard.hooks.collectives._gloo", refuse)
     with pytest.raises(RuntimeError, match="no route to host"):
         collectives.Collectives(0, 1, lambda seconds: None).meet(torch.distributed.HashStore())
+
+
+@pytest.mark.parametrize("interface", [None, "lo"])
+def test_a_torch_that_only_connects_at_once_is_connected_too(
+    monkeypatch: pytest.MonkeyPatch, interface: str | None
+) -> None:
+    gloo = torch.distributed.ProcessGroupGloo
+    by_default, by_name = gloo.create_default_device, gloo.create_device
+    asked: list[str | None] = []
+
+    def default_device() -> Any:
+        asked.append(None)
+        return by_default()
+
+    def device(interface: str) -> Any:
+        asked.append(interface)
+        return by_name(interface=interface)
+
+    monkeypatch.setattr(gloo, "create_default_device", default_device)
+    monkeypatch.setattr(gloo, "create_device", device)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    if interface is not None:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
+    lone = collectives.Collectives(0, 1, time.sleep)
+    lone.meet(torch.distributed.HashStore())
+    assert lone.gather(torch.ones(2)).tolist() == [[1.0, 1.0]]
+    lone.close()
+    assert asked == [interface]
 
 
 def test_a_group_whose_store_gives_no_second_connection_is_trained_on_alone(
