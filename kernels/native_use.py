@@ -1,4 +1,4 @@
-"""Measures one use of a weight in one native call."""
+"""Measures one use of a weight in one native call, on all threads that torch uses."""
 
 # Shapes: T tokens, N output features, K input features, R sampled rows, V = 29 TensorStats entries.
 
@@ -18,6 +18,7 @@ from fp8_safeguard.kernels import native, native_exact, native_gemm, tiles
 from fp8_safeguard.kernels.codes import BLOCK, get_format
 from fp8_safeguard.kernels.precision import OperandFormat
 from fp8_safeguard.kernels.quantized import QuantizedTensor
+from fp8_safeguard.kernels.team import team
 from fp8_safeguard.monitor.stats import VECTOR_LENGTH
 
 ROW, COL, WEIGHT, PRODUCT = range(4)
@@ -25,7 +26,7 @@ ROW, COL, WEIGHT, PRODUCT = range(4)
 
 _MATRIX = "5q"
 _GRID = "6d 2q"
-_USE = struct.Struct(f"{_MATRIX} {_MATRIX} {_MATRIX} {_GRID} {_GRID} 12q")
+_USE = struct.Struct(f"{_MATRIX} {_MATRIX} {_MATRIX} {_GRID} {_GRID} 14q")
 """`struct Use` of cpp/use.h."""
 _NO_MATRIX = (0, 0, 0, 0, 0)
 
@@ -117,11 +118,14 @@ def measure(
         codes.data.data_ptr(),
         codes.scale.data_ptr(),
         ctypes.addressof(seconds),
+        *team(),
     )
     loaded = _library()
     assert loaded is not None, "the native kernels were not built"
-    judged = loaded.fp8_native_use(job, native.level(), native_gemm.level()) == 0
-    return Measured(stats, codes if weighs else None, judged, seconds.value)
+    outcome = loaded.fp8_native_use(job, native.level(), native_gemm.level())
+    if outcome < 0:
+        raise MemoryError(f"no memory to measure {list(operand_TC.shape)} by {list(w_NK.shape)}")
+    return Measured(stats, codes if weighs else None, outcome == 0, seconds.value)
 
 
 def _room(w_NK: Tensor, fmt: str) -> QuantizedTensor:

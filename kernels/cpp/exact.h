@@ -14,6 +14,16 @@ struct ExactJob {
   float *out;            // [rows, columns], dense
 };
 
+// A product whose rows of a are ready: any of its columns, on any thread.
+class ExactProduct {
+public:
+  virtual ~ExactProduct() = default;
+  // Columns `first` to `last` of the result, `first` a multiple of 16; the largest bits of b among them. Throws std::bad_alloc.
+  virtual int32_t sum(int64_t first, int64_t last) const = 0;
+  // Whether the result is one, with the largest bits of all b: not for numbers that tiles cannot multiply so.
+  virtual bool holds(int32_t most) const = 0;
+};
+
 // A result at high precision against the actual one.
 struct Comparison {
   const float *exact;    // [rows, columns]

@@ -1,4 +1,5 @@
 // The GEMM compiled for AMX and AVX-512.
+#include "exact.h"
 #include "gemm.h"
 #if defined(FP8_HAS_AMX)
 #pragma GCC target("amx-tile,amx-bf16,avx512f,avx512bw,avx512dq,avx512vl,fma,prefer-vector-width=512")

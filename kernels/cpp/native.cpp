@@ -2,11 +2,11 @@
 
 #include <cstdint>
 #include <initializer_list>
+#include <memory>
 #include <new>
 
 #if defined(__x86_64__)
 #include <cpuid.h>
-#include <xmmintrin.h>
 #endif
 #if defined(__linux__)
 #include <sys/mman.h>
@@ -14,13 +14,11 @@
 #include <unistd.h>
 #endif
 
-#include "exact.h"
-#include "gemm.h"
-#include "job.h"
+#include "levels.h"
 
 namespace fp8_amx {
 void gemm(const GemmJob &job);
-bool exact_rows(const ExactJob &job);
+ExactProduct *exact_product(const ExactJob &job);
 }
 namespace fp8_avx512 {
 void quantize(const Job &job);
@@ -40,17 +38,6 @@ void gemm(const GemmJob &job);
 
 namespace {
 
-// Subnormals are data here: whatever the caller has told the processor to flush is honoured again afterwards.
-class ExactSubnormals {
-#if defined(__x86_64__)
-  unsigned before = _mm_getcsr();
-
-public:
-  ExactSubnormals() { _mm_setcsr(before & ~0x8040u); }
-  ~ExactSubnormals() { _mm_setcsr(before); }
-#endif
-};
-
 // Whether the processor has bfloat16 tiles and Linux lets this process use them. A process asks once
 // (Documentation/arch/x86/xstate.rst).
 bool tiles_allowed() {
@@ -65,18 +52,8 @@ bool tiles_allowed() {
 #endif
 }
 
-void multiply(const GemmJob &job, int level) {
-#if defined(FP8_HAS_AMX)
-  if (level >= 3) return fp8_amx::gemm(job);
-#endif
-#if defined(__x86_64__)
-  if (level >= 2) return fp8_avx512::gemm(job);
-  if (level == 1) return fp8_avx2::gemm(job);
-#endif
-  fp8_plain::gemm(job);
-}
+} // namespace
 
-// Large outputs are mostly memory that nobody has touched yet: in pages of 2 MiB that takes far fewer faults.
 void ask_for_large_pages(const void *start, int64_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   constexpr uintptr_t PAGE = 2 << 20;
@@ -87,7 +64,40 @@ void ask_for_large_pages(const void *start, int64_t bytes) {
 #endif
 }
 
-} // namespace
+void quantize(const Job &job, int level) {
+#if defined(__x86_64__)
+  if (level >= 2) return fp8_avx512::quantize(job);
+  if (level == 1) return fp8_avx2::quantize(job);
+#endif
+  fp8_plain::quantize(job);
+}
+
+void gemm(const GemmJob &job, int level) {
+#if defined(FP8_HAS_AMX)
+  if (level >= 3) return fp8_amx::gemm(job);
+#endif
+#if defined(__x86_64__)
+  if (level >= 2) return fp8_avx512::gemm(job);
+  if (level == 1) return fp8_avx2::gemm(job);
+#endif
+  fp8_plain::gemm(job);
+}
+
+void compare(const Comparison &job, int level) {
+#if defined(__x86_64__)
+  if (level >= 2) return fp8_avx512::compare(job);
+  if (level == 1) return fp8_avx2::compare(job);
+#endif
+  fp8_plain::compare(job);
+}
+
+ExactProduct *exact_product(const ExactJob &job, int level) {
+#if defined(FP8_HAS_AMX)
+  if (level >= 3) return fp8_amx::exact_product(job);
+#endif
+  (void)job, (void)level;
+  return nullptr;
+}
 
 #define FP8_EXPORT __attribute__((visibility("default")))
 
@@ -112,11 +122,7 @@ FP8_EXPORT void fp8_native_quantize(const Job *job, int level) {
   ExactSubnormals exact;
   for (const Layout *layout : {&job->row, &job->tile, &job->col})
     ask_for_large_pages(layout->output, job->bounds[job->segments] * job->columns * (job->output == 2 ? 4 : 1));
-#if defined(__x86_64__)
-  if (level >= 2) return fp8_avx512::quantize(*job);
-  if (level == 1) return fp8_avx2::quantize(*job);
-#endif
-  fp8_plain::quantize(*job);
+  quantize(*job, level);
 }
 
 // The same for products: 3 where AMX is there too.
@@ -131,7 +137,7 @@ FP8_EXPORT int64_t fp8_native_gemm_job_bytes() { return sizeof(GemmJob); }
 FP8_EXPORT int fp8_native_gemm(const GemmJob *job, int level) {
   ExactSubnormals exact;
   try {
-    multiply(*job, level);
+    gemm(*job, level);
     return 0;
   } catch (const std::bad_alloc &) {
     return 1;
@@ -142,26 +148,18 @@ FP8_EXPORT int64_t fp8_native_exact_job_bytes() { return sizeof(ExactJob) + size
 
 FP8_EXPORT void fp8_native_compare(const Comparison *job, int level) {
   ExactSubnormals exact;
-#if defined(__x86_64__)
-  if (level >= 2) return fp8_avx512::compare(*job);
-  if (level == 1) return fp8_avx2::compare(*job);
-#endif
-  fp8_plain::compare(*job);
+  compare(*job, level);
 }
 
 // 0, or 1 where the rows cannot be multiplied at that level or with those numbers, or there was not enough memory.
 FP8_EXPORT int fp8_native_exact_rows(const ExactJob *job, int level) {
-#if defined(FP8_HAS_AMX)
   ExactSubnormals exact;
   try {
-    return level >= 3 && fp8_amx::exact_rows(*job) ? 0 : 1;
+    std::unique_ptr<ExactProduct> product(exact_product(*job, level));
+    return product && product->holds(product->sum(0, job->columns)) ? 0 : 1;
   } catch (const std::bad_alloc &) {
     return 1;
   }
-#else
-  (void)job, (void)level;
-  return 1;
-#endif
 }
 
 }

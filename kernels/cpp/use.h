@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "job.h"
+#include "team.h"
 
 // bfloat16 or float32 [rows, columns] with dense lines. The stride counts elements.
 struct Matrix {
@@ -31,4 +32,5 @@ struct Use {
   uint8_t *codes;         // [N, K] of the weight in tiles: written where its statistics are wanted, else read
   float *scales;
   double *operand_seconds; // what the statistics took
+  Team team;
 };
