@@ -59,6 +59,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "benchmark": "hook_overhead",
         "commit": harness.commit(),
         "machine": harness.machine(),
+        "threads": options.threads,
         "control": controls["default_fp32"],
         "controls": controls,
         "rows": rows,
@@ -71,7 +72,18 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
     parser.add_argument("--quick", action="store_true", help="fewer and shorter rounds: four minutes at most")
     parser.add_argument("--peers", action="store_true", help="other tools too (about twenty minutes)")
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=1,
+        metavar="N",
+        help="threads that torch uses: one is quietest (default: 1)",
+    )
     options = parser.parse_args(arguments)
+    if options.threads < 1:
+        parser.error(
+            f"--threads is {options.threads}; it takes 1 or more, say {torch.get_num_threads()} as torch would"
+        )
     harness.require_writable(parser, options.json)
     lacking = peers.missing() if options.peers else []
     if lacking:
@@ -85,7 +97,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run every case, print the table, write it as JSON if asked to. Values are CPU milliseconds a step."""
     options = parse(arguments)
-    torch.set_num_threads(1)
+    torch.set_num_threads(options.threads)
     logging.getLogger("fp8_safeguard").setLevel(logging.ERROR)
     report = measure(options)
     if options.json is not None:

@@ -222,12 +222,12 @@ def wgrad_error(
 
     A layer with an input gain hands dW / gain to the optimizer: that is compared. `emulate` as in dgrad_error.
     """
-    exact_RK = matmul(dy_TN.mT, x_TK, rows)
+    dy_TR = dy_TN[:, rows]
+    exact_RK = matmul(dy_TR.mT, x_TK)
     gain = None if gain_K is None else 1.0 / gain_K
     if emulate is None:
         assert dw_NK is not None
         return _compare_scaled(exact_RK, dw_NK, gain, rows)
-    dy_TR = dy_TN[:, rows]
     if tiles.usable(x_TK):
         actual_RK = tiles.wgrad(dy_TR, x_TK, emulate.dy, emulate.x, [0, x_TK.shape[0]])[0]
     else:

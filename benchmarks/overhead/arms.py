@@ -57,10 +57,14 @@ class Plain:
         """Build the model."""
         self.trainer = Trainer(self.dtype, self.size)
 
-    def cycle(self) -> None:
-        """That many steps."""
-        for _ in range(self.steps):
-            self.trainer.step()
+    @property
+    def turns(self) -> int:
+        """A step each."""
+        return self.steps
+
+    def turn(self, index: int) -> None:
+        """One step."""
+        self.trainer.step()
 
     def counters(self) -> Counters:
         """What there is to count."""
@@ -77,24 +81,25 @@ class Plain:
 
 @dataclass
 class Observed(Plain):
-    """The same with our hooks. What the sender does with a cycle's samples belongs to the cycle."""
+    """The same with our hooks. What the sender does with a sample belongs to the step that gave it."""
 
     every: int = 1
     spool: str = ""
     guard: Guard = field(init=False)
     sender_seconds: float = 0.0
-    """CPU time of our threads in the cycles so far."""
+    """CPU time of our threads in the turns so far."""
 
     def begin(self) -> None:
         """Build the model and attach."""
         super().begin()
         self.guard = attach(self.trainer.model, every=self.every, run=self.name, spool_dir=self.spool)
 
-    def cycle(self) -> None:
-        """That many steps, until their samples are in the spool."""
+    def turn(self, index: int) -> None:
+        """One step, until its sample is in the spool if it has one."""
         before = _our_threads_seconds()
-        super().cycle()
-        self.guard.flush(60)
+        super().turn(index)
+        if index % self.every == 0:
+            self.guard.flush(60)
         self.sender_seconds += _our_threads_seconds() - before
 
     def counters(self) -> Counters:

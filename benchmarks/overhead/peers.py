@@ -54,7 +54,12 @@ class Peer(Plain):
         with contextlib.redirect_stdout(io.StringIO()):
             self.attach()
 
-    def cycle(self) -> None:
+    @property
+    def turns(self) -> int:
+        """All steps in one: its threads get their moment once."""
+        return 1
+
+    def turn(self, index: int) -> None:
         """That many steps, and a moment for its threads: whatever CPU time they take is the peer's."""
         for _ in range(self.steps):
             self.number += 1

@@ -1,4 +1,4 @@
-"""Runs arms in turns, a sampling cycle at a time, and compares their totals."""
+"""Runs arms in turns, round by round of a sampling cycle each, and compares their totals."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ class Arm(Protocol):
     name: str
     steps: int
     """Training steps of a cycle."""
+    turns: int
+    """How many turns those take."""
 
     def begin(self) -> None:
         """Build the model and attach what watches it."""
 
-    def cycle(self) -> None:
-        """One sampling cycle, with whatever its samples cause later."""
+    def turn(self, index: int) -> None:
+        """So much of a cycle, with whatever its samples cause later."""
 
     def end(self) -> None:
         """Take everything off again."""
@@ -30,7 +32,7 @@ class Arm(Protocol):
 
 @dataclass(frozen=True)
 class Spent:
-    """What one cycle took, in seconds a step."""
+    """What one cycle of an arm took, in seconds a step."""
 
     cpu_seconds: float
     """Of all threads of this process."""
@@ -42,34 +44,41 @@ Turns = dict[str, list[Spent]]
 
 
 def run(arms: Sequence[Arm], rounds: int, started: Callable[[], object] = lambda: None) -> Turns:
-    """Every arm once a round, each in its own place of the order every time; a cycle before, not counted.
+    """Every arm's cycle once a round, turn by turn among all, each in its own place of the order; one before, not counted.
 
-    `started` is called once the arms are warm.
+    What else runs on the machine changes in seconds: arms that change places as fast share it. `started` is called once
+    the arms are warm.
     """
     for arm in arms:
         arm.begin()
-        arm.cycle()
+        for index in range(arm.turns):
+            arm.turn(index)
     started()
     turns: Turns = {arm.name: [] for arm in arms}
     for number in range(rounds):
-        for arm in _ordered(arms, number):
-            turns[arm.name].append(timed(arm))
+        spent = {arm.name: Spent(0.0, 0.0) for arm in arms}
+        for index in range(max(arm.turns for arm in arms)):
+            for arm in _ordered(arms, number + index):
+                if index < arm.turns:
+                    spent[arm.name] = timed(arm, index, spent[arm.name])
+        for name, total in spent.items():
+            turns[name].append(total)
     return turns
 
 
 def _ordered(arms: Sequence[Arm], number: int) -> list[Arm]:
-    """Turned by one place each round, and every other round backwards: nobody always follows the same one."""
+    """Turned by one place each time, and every other time backwards: nobody always follows the same one."""
     first = (number // 2) % len(arms)
     turned = [*arms[first:], *arms[:first]]
     return turned[::-1] if number % 2 else turned
 
 
-def timed(arm: Arm) -> Spent:
-    """One cycle."""
+def timed(arm: Arm, index: int, before: Spent) -> Spent:
+    """One turn, added to those before."""
     wall, cpu = time.perf_counter(), time.process_time()
-    arm.cycle()
+    arm.turn(index)
     cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
-    return Spent(max(cpu, 1e-9) / arm.steps, wall / arm.steps)
+    return Spent(before.cpu_seconds + max(cpu, 1e-9) / arm.steps, before.wall_seconds + wall / arm.steps)
 
 
 def ratio_of_totals(mine: Sequence[float], theirs: Sequence[float]) -> harness.Ratio:

@@ -210,26 +210,19 @@ int measure(const Use &use, int level, int gemm_level) {
   const Matrix &a = use.operand, &b = use.weight, &actual = use.actual;
   ExactJob job{a.values, a.is_bfloat16, a.stride, 1, use.places, use.sampled, a.columns, columns, b.values, b.is_bfloat16, b.stride, use.forward, exact};
   std::unique_ptr<ExactProduct> product(exact_product(job, gemm_level));
-  // Some more pieces than threads: not all of them run equally fast.
-  Columns sums(product ? columns : 0, STRIP_COLUMNS, 4 * team.threads), products(product && emulated.wanted() ? columns : 0, BLOCK, team.threads);
-  if (products.count) emulated.prepare(level);
+  // A stripe of the weight that is read for both is still near when it is read again. Else there are some more pieces than
+  // threads: not all of them run equally fast.
+  bool reads_twice = product && use.forward && weight.stripes;
+  Columns sums(product ? columns : 0, reads_twice ? BLOCK : STRIP_COLUMNS, reads_twice ? weight.stripes : 4 * team.threads);
+  Columns products(product && emulated.wanted() ? columns : 0, BLOCK, team.threads);
   Told told;
   auto weigh = [&](int64_t stripe) {
     ExactSubnormals of_this_thread;
     Stopwatch watch(told.statistics);
     weight.measure(stripe, level);
   };
-  // Codes that a product takes have to be there before it.
-  bool codes_first = products.count > 0;
-  if (codes_first) team.share(weight.stripes, weigh);
-  team.share(products.count + sums.count + operand.stripes + (codes_first ? 0 : weight.stripes), [&](int64_t index) {
-    int64_t stripe = index - products.count - sums.count;
-    if (stripe >= operand.stripes) return weigh(stripe - operand.stripes);
+  auto multiply = [&](int64_t index) {
     ExactSubnormals of_this_thread;
-    if (stripe >= 0) {
-      Stopwatch watch(told.statistics);
-      return operand.measure(stripe, level);
-    }
     Stopwatch watch(told.product);
     try {
       if (index < products.count) return emulated.multiply(products.first(index), products.last(index), gemm_level);
@@ -238,6 +231,19 @@ int measure(const Use &use, int level, int gemm_level) {
     } catch (const std::bad_alloc &) {
       told.failed = true;
     }
+  };
+  // Codes that a product takes have to be there before it.
+  if (!reads_twice) team.share(weight.stripes, weigh);
+  if (products.count) emulated.prepare(level);
+  team.share(operand.stripes + products.count + sums.count, [&](int64_t index) {
+    if (index >= operand.stripes) {
+      multiply(index - operand.stripes);
+      if (reads_twice) weigh(index - operand.stripes);
+      return;
+    }
+    ExactSubnormals of_this_thread;
+    Stopwatch watch(told.statistics);
+    operand.measure(index, level);
   });
   operand.add_up(), weight.add_up();
   bool judged = product && !told.failed && product->holds(told.most);

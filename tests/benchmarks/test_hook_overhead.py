@@ -41,6 +41,13 @@ def test_a_result_that_cannot_be_written_is_refused_first(
     assert f"--json {tmp_path} cannot be written" in said
 
 
+def test_a_number_of_threads_that_is_none_is_refused(
+    script: Callable[[str], ModuleType], capsys: Any
+) -> None:
+    said = refusal(script("hook_overhead").main, ["--threads", "0"], capsys)
+    assert "--threads is 0; it takes 1 or more, say" in said
+
+
 def test_peers_that_are_not_installed_are_named_with_the_command_that_installs_them(
     script: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
@@ -72,14 +79,14 @@ def test_every_case_of_the_contract_is_measured_in_both_types(
 class Counted:
     """An arm that writes down when it runs."""
 
-    def __init__(self, name: str, log: list[str]) -> None:
-        self.name, self.steps, self._log = name, 2, log
+    def __init__(self, name: str, log: list[str], turns: int = 1) -> None:
+        self.name, self.steps, self.turns, self._log = name, 2, turns, log
 
     def begin(self) -> None:
         self._log.append(f"begin {self.name}")
 
-    def cycle(self) -> None:
-        self._log.append(self.name)
+    def turn(self, index: int) -> None:
+        self._log.append(f"{self.name}{index}" if self.turns > 1 else self.name)
 
 
 def test_in_each_round_everyone_runs_once_and_in_all_rounds_in_every_place(
@@ -94,6 +101,20 @@ def test_in_each_round_everyone_runs_once_and_in_all_rounds_in_every_place(
     for place in range(3):
         assert Counter(order[place] for order in ran) == Counter(dict.fromkeys(names, 2))
     assert {name: len(turns[name]) for name in names} == dict.fromkeys(names, 6)
+
+
+def test_the_steps_of_a_cycle_alternate_and_are_added_up(
+    script: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounds, log = script("overhead.rounds"), list[str]()
+    clock = iter(float(number) for number in range(1000))
+    monkeypatch.setattr(
+        rounds, "time", SimpleNamespace(perf_counter=lambda: 0.0, process_time=lambda: next(clock))
+    )
+    turns = rounds.run([Counted("a", log, 3), Counted("b", log, 1)], 1)
+    assert log[-4:] == ["a0", "b", "a1", "a2"]
+    # Each turn takes a second by this clock, of which a cycle has two steps.
+    assert [spent.cpu_seconds for spent in (*turns["a"], *turns["b"])] == [1.5, 0.5]
 
 
 def test_the_ratio_is_of_totals_and_its_interval_is_of_resampled_rounds(
@@ -128,7 +149,7 @@ def test_a_peer_is_charged_for_each_tensor_that_its_own_function_takes(
 
     arm = Tool("tool", "fp32", size=workload.SMALL, folder=tmp_path)
     arm.begin()
-    arm.cycle()
+    arm.turn(0)
     tally = arm.count()
     assert (tally.tensors, tally.elements) == (2, 22)
     assert looked == [("two", ["a", "b"])] * 2
@@ -158,7 +179,7 @@ def test_ours_counts_each_operand_once_and_says_when_it_measured_nothing(
     with pytest.raises(RuntimeError, match="ours: no sample was taken"):
         arm.count()
     before = arm.counters()
-    arm.cycle()
+    arm.turn(0)
     spent = arm.counters().since(before)
     assert spent.spent > 0
     assert spent.sender > 0
