@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import weakref
 from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+import torch
+from torch import Tensor
+
+from fp8_safeguard.hooks.aside import aside
 from fp8_safeguard.hooks.capture import ForwardHook, LayerObserver, PassHook
 from fp8_safeguard.hooks.clock import OptimizerHook, checked_step
 from fp8_safeguard.hooks.coverage import CoverageRow
@@ -25,6 +30,8 @@ if TYPE_CHECKING:
     from fp8_safeguard.hooks.ranks import Ranks
 
 
+_LASTING = frozenset({"loss", "gradient_norm"})
+"""Values that are measured: one that is no number is news, whatever comes after it."""
 STATE_SECONDS = 2.0
 """Longest that a state waits for the other ranks' word on the last step."""
 
@@ -106,8 +113,8 @@ class Guard:
     def step(self, n: int | None = None) -> None:
         """Step n has just ended (None: the next number).
 
-        Needed with optimizers that are not torch.optim's, with steps that GradScaler skips, and to number steps as
-        the trainer does. From the first call on steps end here and no longer at `optimizer.step()`.
+        Needed with optimizers that are not torch.optim's, with steps that GradScaler or the trainer skips, and to number
+        steps as the trainer does. From the first call on steps end here and no longer at `optimizer.step()`.
         """
         self._session.step(checked_step(n))
 
@@ -122,14 +129,18 @@ class Guard:
     ) -> None:
         """Values of the step in progress, or of the one just ended if the next has not begun.
 
-        Tensors are copied on their device and read later. Statistics of gradients are divided by `loss_scale`;
+        Of several values in one step the last counts, but a loss or norm that is not finite stays: a trainer that skips
+        iterations by itself goes on to the next in the same step. Tensors are copied on their device and read later. Statistics of gradients are divided by `loss_scale`;
         it is found by itself where a torch GradScaler steps the optimizer. Raises OptionError for what is no number.
         """
         given = {"loss": loss, "gradient_norm": gradient_norm, "learning_rate": learning_rate}
         given |= {"tokens": tokens, "loss_scale": loss_scale}
         values = {k: number(k, v) for k, v in given.items() if v is not None}
         with self._session.lock:
-            self._session.notes().values.update(values)
+            noted = self._session.notes().values
+            for name, value in values.items():
+                before = noted.get(name) if name in _LASTING else None
+                noted[name] = value if before is None else _lasting(before, value)
 
     def log_scalar(self, layer: str, name: str, value: Number) -> None:
         """A number of the trainer's own about one layer, such as a router's entropy. Raises OptionError."""
@@ -231,6 +242,18 @@ class Guard:
             parent, from_step = saved, session.clock.step
             session.own_steps = 0
         session.builder.attempt = Attempt(id=mine, parent=parent, from_step=from_step)
+
+
+def _lasting(before: Number, value: Number) -> Number:
+    """The new value, unless the one before is not finite: of a tensor that is decided on its device."""
+    if not isinstance(before, Tensor):
+        return value if math.isfinite(before) else before
+    with aside():
+        if isinstance(value, Tensor):
+            later = value.to(before.device, non_blocking=True).reshape(before.shape)
+        else:
+            later = torch.full_like(before, value, dtype=torch.float64)
+        return torch.where(before.isfinite(), later, before)
 
 
 def _forget(client: Client | Ranks, farewell: Farewell | None) -> None:

@@ -11,13 +11,13 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from fp8_safeguard.hooks import bypass, forking
+from fp8_safeguard.hooks import bypass, forking, notices
 from fp8_safeguard.hooks.accounts import Accounts
 from fp8_safeguard.hooks.arrivals import norm_scalars
 from fp8_safeguard.hooks.aside import aside
 from fp8_safeguard.hooks.budget import Scope
 from fp8_safeguard.hooks.buffer import Frame, Ring
-from fp8_safeguard.hooks.clock import Clock, OwnOptimizers
+from fp8_safeguard.hooks.clock import Clock, Discards, OwnOptimizers
 from fp8_safeguard.hooks.controls import Controls
 from fp8_safeguard.hooks.coverage import Coverage, coverage_rows
 from fp8_safeguard.hooks.layers import ObservedLayer, Part, emulated, format_of, rows_of
@@ -86,6 +86,7 @@ class Session:
         self.lock = threading.RLock()
         """Threads may run one model at once: each of our sections has the frame and the layers for itself."""
         self._ours = OwnOptimizers(model, layers, optimizer)
+        self.discards = Discards(layers, self._ours, once, self.on_endless)
         self._loss_scale = LossScale()
         self._norms = Norms(once)
         self._ring: Ring | None = None
@@ -111,7 +112,7 @@ class Session:
         if self.clock.open and not self.clock.closing:
             return
         if capturing():
-            self._miss_replays()
+            notices.tell_replays(self.once)
             return
         with self.lock:
             begun = self.meter.begin()
@@ -151,8 +152,9 @@ class Session:
                 if not self.active or optimizer not in self._ours or capturing():
                     return
                 if not self.clock.open:
-                    self._miss_forward()
+                    notices.tell_no_forward(self.clock, self.once)
                     return
+                self.discards.used()
                 self._find_scale()
                 bypass.note_gradients(self)
                 if not self.clock.manual:
@@ -169,8 +171,15 @@ class Session:
             clock = self.clock
             if clock.open and not clock.closing and not clock.manual and optimizer in self._ours:
                 clock.closing, self.idle = True, False
+                # Here every backward finds the gradients cleared.
+                self.discards.remove()
         except Exception as error:
             self.once.failure("the end of a step", error)
+
+    def on_endless(self) -> None:
+        """Gradients go on and on being discarded: the optimizer is not waited for any longer."""
+        if self.active and not self.paused and self.clock.open and not self.clock.manual:
+            self.clock.closing, self.idle = True, False
 
     def step(self, n: int | None) -> None:
         """The trainer says that step n has just ended. Never raises."""
@@ -178,6 +187,8 @@ class Session:
             begun = self.meter.begin()
             try:
                 first, self.clock.manual = not self.clock.manual, True
+                if first:
+                    self.discards.remove()
                 if first and not self.clock.open and self.clock.ended_by_optimizer:
                     # The optimizer has ended this very step already, under our own number.
                     self._renumber(self.clock.step - 1 if n is None else n)
@@ -220,10 +231,11 @@ class Session:
             begun = self.meter.begin()
             since = self.meter.now
             self.samples += 1
-            self.last = record
+            before, self.last = self.last, record
             record.coverage = coverage_rows(self)
             try:
                 self.client.submit(record)
+                notices.tell_skipped(before, self.once)
             except Exception as error:
                 self._lose("handing a sample over", error)
             finally:
@@ -257,6 +269,7 @@ class Session:
         """Stop measuring for good."""
         self.active = False
         self.frame = None
+        self.discards.remove()
         for layer in self.layers:
             layer.leave()
         self.controls.restore()
@@ -286,8 +299,9 @@ class Session:
             self._notes.found_scale = self._notes.found_scale if scale is None else scale
 
     def _close_inner(self) -> None:
-        """End the step whose optimizer stepped inside the backward."""
-        if self.clock.closing and torch._C._current_graph_task_id() == -1:
+        """End the step whose optimizer stepped inside the backward, or is not waited for any longer."""
+        inside = torch._C._current_graph_task_id() != -1
+        if self.clock.closing and not inside and not self.discards.holds(self.clock):
             self.end_step(self.clock.step)
             self.clock.ended_by_optimizer = True
 
@@ -295,23 +309,6 @@ class Session:
         """Our own code failed and its sample is lost: count it, and let training go on."""
         self.once.failure(where, error)
         self.client.count_dropped(type(error).__name__)
-
-    def _miss_forward(self) -> None:
-        """Our optimizer stepped without a forward: the second one of a step, or one that nobody could see."""
-        if not self.clock.ended_by_optimizer and not self.clock.manual:
-            self.once.warning(
-                "no forward",
-                "an optimizer step without a forward of any observed layer: a graph compiled or captured before "
-                "attach(), or layers called past their modules, hide it; nothing is measured in such steps",
-            )
-
-    def _miss_replays(self) -> None:
-        """A CUDA graph is being captured: the hooks run now, and not when it is played back."""
-        self.once.warning(
-            "cuda graph",
-            "a CUDA graph is captured with observed layers in it: its replays are not measured; with "
-            'torch.compile(mode="reduce-overhead") they are, with another capture run the sampled steps without it',
-        )
 
     def _find_scale(self) -> None:
         scale = None if self.frame is None else self._loss_scale.find()
@@ -331,6 +328,7 @@ class Session:
         notes.scalars.extend(scale_scalars(self.layers))
         notes.scalars.extend(norm_scalars(self.layers))
         notes.scalars.extend(self._norms.scalars(self.model()))
+        notes.scalars.extend(self.discards.scalars())
         return StepRecord(
             step=number,
             snapshot=frame.snapshot(),
@@ -350,7 +348,7 @@ class Session:
             if number % self.options.every:
                 self._pending = None
         if self.own_steps == 1:
-            self._begin_with(number)
+            self.builder.attempt = replace(self.builder.attempt, from_step=number)
         self.clock.end(number)
         self.controls.at_boundary(self.clock.step)
 
@@ -360,10 +358,7 @@ class Session:
             return
         self.own_steps += 1
         if self.own_steps == 1:
-            self._begin_with(number)
-
-    def _begin_with(self, number: int) -> None:
-        self.builder.attempt = replace(self.builder.attempt, from_step=number)
+            self.builder.attempt = replace(self.builder.attempt, from_step=number)
 
     def _idle_hook(self) -> bool:
         """What a hook does in a step that is not sampled, to be timed."""

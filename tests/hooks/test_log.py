@@ -122,3 +122,34 @@ def test_b76_a_step_number_may_be_numpys(watch: Watch, read: Read, step: Any) ->
 def test_b76_a_step_number_of_another_kind_is_refused(watch: Watch, step: Any) -> None:
     with pytest.raises(OptionError, match="give the whole number, 0 or above"):
         watch(nn.Linear(8, 8)).step(step)
+
+
+@pytest.mark.parametrize("later", [2.5, torch.tensor(2.5), torch.tensor([2.5], dtype=torch.float64)], ids=str)
+@pytest.mark.parametrize(
+    ("before", "kept"),
+    [
+        (1.0, None),
+        (math.inf, math.inf),
+        (torch.tensor(1), None),
+        (torch.tensor([1.0], dtype=torch.bfloat16), None),
+        (torch.tensor(-math.inf), -math.inf),
+        (torch.tensor(math.nan, dtype=torch.float16), math.nan),
+    ],
+    ids=str,
+)
+def test_of_several_values_in_a_step_the_last_counts_unless_one_is_not_finite(
+    watch: Watch, before: Any, kept: float | None, later: Any
+) -> None:
+    model = nn.Linear(8, 8)
+    guard = watch(model)
+    model(torch.randn(4, 8)).sum().backward()
+    for value in (before, later):
+        guard.log(loss=value, learning_rate=0.1, gradient_norm=value)
+    guard.log(learning_rate=0.2)
+    guard.step(0)
+    sample: Any = guard.last_sample()
+    wanted = 2.5 if kept is None else kept
+    assert [float(sample["run"][name]) for name in ("loss", "gradient_norm")] == pytest.approx(
+        [wanted] * 2, nan_ok=True
+    )
+    assert sample["run"]["learning_rate"] == 0.2

@@ -180,3 +180,58 @@ def test_a_place_that_outlives_the_step_keeps_no_hook_of_ours(watch: Callable[..
         handle = kept.register_prehook(seen.append)
         assert list(handle.hooks_dict_ref()) == [handle.id]
         handle.remove()
+
+
+class _SparseGradient(torch.autograd.Function):
+    """x w^T whose weight gradient comes as a sparse tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w.t()
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, w = ctx.saved_tensors
+        return dy @ w, (dy.t() @ x).to_sparse()
+
+
+class _SparseLinear(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _SparseGradient.apply(x, self.weight)
+
+
+@pytest.mark.parametrize("bad", [None, 0, 1])
+def test_a_sparse_gradient_is_read_by_what_it_stores(watch: Callable[..., Guard], bad: int | None) -> None:
+    model = nn.Sequential(_SparseLinear(8, 8, bias=False))
+    guard = watch(model)
+    for batch in range(2):
+        (model(torch.randn(4, 8)).sum() * (torch.inf if batch == bad else 1.0)).backward()
+    assert model[0].weight.grad.is_sparse
+    guard.step(0)
+    sample: Any = guard.last_sample()
+    assert [each["name"] for each in sample["scalars"]] == ([] if bad is None else ["wgrad_norm"])
+
+
+def test_a_step_that_never_ends_keeps_no_handle_of_a_place_that_is_gone(watch: Callable[..., Guard]) -> None:
+    flat = nn.Parameter(torch.randn(64))
+    model = nn.Sequential(nn.Linear(8, 8, bias=False))
+    del model[0].weight
+    model[0].weight = flat.view(8, 8)
+    guard = watch(model)
+    for _ in range(200):
+        model[0].weight = flat.view(8, 8)
+        model(torch.randn(4, 8)).sum().backward()
+    assert len(guard._session.layers[0].step.arrivals) < 100
+    waiting = []
+    for _ in range(200):  # whose backwards are still to come: each place keeps its hook
+        model[0].weight = weight = flat.view(8, 8)
+        waiting.append(model(torch.randn(4, 8)).sum())
+    weight.register_hook(lambda dw: dw * math.nan)
+    first, *_, last = waiting
+    for output in (last, first):
+        output.backward()
+    assert len(guard._session.layers[0].step.arrivals) >= 200
+    guard.step(0)
+    sample: Any = guard.last_sample()
+    assert ("wgrad_norm", "NaN") in [(each["name"], each["value"]) for each in sample["scalars"]]
