@@ -178,15 +178,27 @@ def accept(
             f"{asked.name} is only read here: give --output FILE, or ask the server that writes it "
             "(`fp8-safeguard serve`)."
         )
-    confirmed(f"Judge {target} by this baseline from now on?", yes, "Nothing is stored")
+    over = asked.run(target)["state"] == "ended"
+    question = f"{target} has ended. Store this baseline for it all the same?"
+    confirmed(question if over else f"Judge {target} by this baseline from now on?", yes, "Nothing is stored")
     wish = {"run": learned.run, "from_step": learned.from_step, "to_step": learned.to_step}
     with api(asked.name, token) as opened:
         item: Item = opened.post(f"/runs/{in_path(target)}/baselines", wish, timeout_seconds=LEARNING_SECONDS)
     if item["digest"] != learned.digest:
         say("More samples of these steps arrived meanwhile: the server has learned from them, too.")
     if not as_json:
-        typer.echo(printable(f"Baseline {item['id']} judges {target} from its next sample on."))
+        typer.echo(printable(_judges(item["id"], target, over)))
     return item
+
+
+def _judges(number: int, run: str, over: bool) -> str:
+    """From when on a baseline judges a run; of one that has ended, where else it can be used."""
+    if not over:
+        return f"Baseline {number} judges {run} from its next sample on."
+    return (
+        f"Baseline {number} is stored for {run}, which has ended: nothing is judged by it unless the run goes on. To judge another "
+        f"run by it, learn it with --for; for replay and check: fp8-safeguard baseline show {number} --run {run} --output FILE."
+    )
 
 
 @baseline.command(name="list")
@@ -288,11 +300,13 @@ def use(
         fail(f"ID is {shortened(number)!r}; give the id of a baseline, or none.", 2)
     with asking(server, None, token, run) as (asked, name), api(_address(asked), token) as opened:
         page = opened.put(f"/runs/{in_path(name)}/baselines", {"baseline": wanted})
+        over = asked.run(name)["state"] == "ended"
     if as_json:
         print_json(page)
     else:
         said = "its preset alone" if wanted is None else f"baseline {wanted}"
-        typer.echo(printable(f"{name} is judged by {said}."))
+        until = ", should it go on: it has ended" if over else ""
+        typer.echo(printable(f"{name} is judged by {said}{until}."))
 
 
 @baseline.command()

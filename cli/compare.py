@@ -205,7 +205,10 @@ def loss_line(loss: Item) -> str:
     mean, largest, last = (
         percent(loss[name]) for name in ("mean_gap_ratio", "max_abs_gap_ratio", "last_gap_ratio")
     )
-    steps = f"{len(loss['steps'])} shared steps ({loss['steps'][0]} to {loss['steps'][-1]})"
+    shared_ = loss["steps"]
+    steps = f"{len(shared_)} shared steps ({shared_[0]} to {shared_[-1]})"
+    if len(shared_) == 1:
+        steps = f"the only shared step, {shared_[0]}"
     return f"loss: mean gap {mean} over {steps}, largest {largest.lstrip('+')}, last {last}"
 
 
@@ -226,6 +229,9 @@ def show_numerics(found: Item) -> None:
     }
     first, last = found["from_step"], found["to_step"]
     span = "all steps of each" if first is None else f"steps {first} to {last}"
+    if not items:
+        typer.echo(f"layers: none in either, of {span}")
+        return
     show(f"layers, worst values of {span}, the largest difference first", items[:MOST_ROWS], columns)
     _more(items)
 

@@ -13,15 +13,12 @@ def chosen_settings(**options: Any) -> "Settings":
     from pydantic import ValidationError
     from pydantic_settings import SettingsError
 
+    from fp8_safeguard.server.faults import refused_setting
     from fp8_safeguard.server.settings import Settings
 
     try:
         return Settings(**{name: value for name, value in options.items() if value is not None})
     except ValidationError as error:
-        faults = (
-            f"FP8_SAFEGUARD_{str(fault['loc'][0]).upper()} is {fault['input']!r}: {fault['msg']}"
-            for fault in error.errors()
-        )
-        fail("; ".join(faults), 2)
+        fail("; ".join(map(refused_setting, error.errors())), 2)
     except SettingsError as error:
         fail(f"A variable cannot be read: {error}. FP8_SAFEGUARD_TOKENS is JSON.", 2)

@@ -1,5 +1,7 @@
 """The `fp8-safeguard` command and its options."""
 
+import errno
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,14 +15,16 @@ from fp8_safeguard.cli.check import check
 from fp8_safeguard.cli.compare import compare
 from fp8_safeguard.cli.database import db
 from fp8_safeguard.cli.export import export
-from fp8_safeguard.cli.output import fail, print_json
+from fp8_safeguard.cli.output import fail, print_json, say
 from fp8_safeguard.cli.replay import replay
 from fp8_safeguard.cli.report import report
 from fp8_safeguard.cli.serving import serve
 from fp8_safeguard.cli.tokens import token
 from fp8_safeguard.cli.top import top
+from fp8_safeguard.cli.usage import Commands
 
 app = typer.Typer(
+    cls=Commands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -207,7 +211,15 @@ def main() -> None:
         # A terminal that cannot show a letter shows its escape; it is no reason to fail.
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
-    app()
+    try:
+        app()
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        # What is left in the buffer would fail once more when Python ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        say(f"The answer cannot be written: {error.strerror}.")
+        sys.exit(1)
 
 
 if __name__ == "__main__":

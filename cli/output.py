@@ -1,6 +1,7 @@
 """What commands print: JSON, tables that fit the terminal, failures in one line."""
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from shutil import get_terminal_size
@@ -110,13 +111,22 @@ def table_lines(title: str, items: Sequence[Item], columns: Columns) -> list[str
     Every column is there whatever the items hold, two spaces or more stand between two of them, and NOTHING in an empty
     cell: cutting a line at its double spaces gives as many cells as there are columns.
     """
+    from rich.cells import cell_len
+
     lines = [list(columns)]
-    lines += [[cell(column(item)) or NOTHING for column in columns.values()] for item in items]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    lines += [[_one_cell(cell(column(item))) for column in columns.values()] for item in items]
+    # In places on a terminal: a letter may take none or two.
+    widths = [max(map(cell_len, column)) for column in zip(*lines, strict=True)]
     padded = (
-        "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)) for line in lines
+        "  ".join(text + " " * (width - cell_len(text)) for text, width in zip(line, widths, strict=True))
+        for line in lines
     )
     return [title, *(line.rstrip() for line in padded)]
+
+
+def _one_cell(text: str) -> str:
+    """A cell of a plain table, in which no name parts two cells: of spaces at its ends and in rows the escapes stand."""
+    return re.sub(r"(?<= ) |^ | $", r"\\x20", text) or NOTHING
 
 
 def _texts(items: Sequence[Item], columns: Columns) -> tuple[list[str], list[list[str]]]:

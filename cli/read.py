@@ -368,8 +368,10 @@ def plan_line(plan: Item, budget_used: float | None) -> str:
 
 
 def alert_note(item: Item) -> str:
-    """What people did about an alert, and how often it came."""
-    words = []
+    """What people did about an alert, how often it came, and where NaN and Inf began between two samples."""
+    from fp8_safeguard.monitor.nonfinite import remark
+
+    words = [remark(item.get("first_step") or 0, item.get("clean_step"))]
     if item.get("acknowledged"):
         words.append(f"known to {item.get('acknowledged_by')}")
     if item.get("silenced"):
@@ -378,7 +380,7 @@ def alert_note(item: Item) -> str:
         words.append(f"resolved by {item['resolved_by']}")
     if (item.get("occurrences") or 1) > 1:
         words.append(f"{item['occurrences']} times")
-    return ", ".join(words)
+    return ", ".join(filter(None, words))
 
 
 def age(moment: str | None) -> str:

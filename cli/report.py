@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from fp8_safeguard.cli.decided import decided_lines, named_causes
 from fp8_safeguard.cli.export import destination
 from fp8_safeguard.cli.options import LARGEST, ReadFrom, Run, Server, Token
 from fp8_safeguard.cli.output import (
@@ -102,7 +103,18 @@ def worst_first(found: Item) -> list[Item]:
     return sorted(found["items"], key=lambda item: WORST_FIRST.index(item["verdict"]))
 
 
-COLUMNS: Columns = {
+def columns_of(found: Item) -> Columns:
+    """What is shown of each GEMM; its cause is the one that the run's decisions name, and what the report sees of it."""
+    named = named_causes(found)
+
+    def cause(item: Item) -> str:
+        told = named.get(item["layer"], "") if item["verdict"] in TROUBLE else ""
+        return ": ".join(filter(None, (told, item["cause"])))
+
+    return {**_COLUMNS, "cause": cause, "remedy": remedy}
+
+
+_COLUMNS: Columns = {
     "layer": lambda item: item["layer"],
     "gemm": lambda item: item["gemm"],
     "verdict": lambda item: item["verdict"],
@@ -112,8 +124,6 @@ COLUMNS: Columns = {
     "limit": lambda item: percent(item["threshold"]),
     "underflow": lambda item: underflow(item),
     "samples": lambda item: item["samples"],
-    "cause": lambda item: item["cause"],
-    "remedy": lambda item: remedy(item),
 }
 
 
@@ -174,6 +184,7 @@ def facts(found: Item) -> Iterator[str]:
         yield span if used == there else f"{span}; the newest of {there} in the range"
     if found["items"]:
         yield rests_on(found)
+    yield from decided_lines(found)
 
 
 def rests_on(found: Item) -> str:
@@ -212,7 +223,7 @@ def unseen(found: Item) -> Iterator[str]:
 def _show(found: Item) -> None:
     items = worst_first(found)
     if items:
-        show(_heading(found), items, COLUMNS)
+        show(_heading(found), items, columns_of(found))
     else:
         typer.echo(_heading(found))
     for line in (*facts(found), *unseen(found), *reasons(found)):
@@ -222,7 +233,7 @@ def _show(found: Item) -> None:
 def as_table(found: Item) -> str:
     """The plain lines that a pipe gets."""
     items = worst_first(found)
-    lines = table_lines(_heading(found), items, COLUMNS) if items else [_heading(found)]
+    lines = table_lines(_heading(found), items, columns_of(found)) if items else [_heading(found)]
     return "\n".join([*lines, *facts(found), *unseen(found), *reasons(found)]) + "\n"
 
 
@@ -261,7 +272,7 @@ ITEM_NAMES = (
 
 def as_markdown(found: Item) -> str:
     """A page to be kept beside the model."""
-    columns = {**COLUMNS, "why": lambda item: item["reason"]}
+    columns = {**columns_of(found), "why": lambda item: item["reason"]}
     listed = (*facts(found), *unseen(found))
     lines = [f"# {_escaped(_heading(found))}", "", *(f"- {_escaped(fact)}" for fact in listed), ""]
     if found["items"]:

@@ -50,9 +50,7 @@ def serve(
         )
     settings = chosen_settings(host=host, port=port, database_url=database_url)
     try:
-        for line in introduction(settings):
-            typer.echo(line)
-        run(settings)
+        run(settings, list(introduction(settings)))
     except ApiError as error:
         fail(str(error), error.exit_code)
     except OSError as error:

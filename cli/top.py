@@ -35,7 +35,8 @@ class Seen(NamedTuple):
         detail = self.detail
         loss = cell(detail["loss"]) or "not sent"
         state, step = str(detail["state"]).upper(), detail["last_step"]
-        return printable(f"{detail['id']}: {state}, step {step}, loss {loss}; layers, worst first")
+        listed = "layers, worst first" if self.items else "no layers"
+        return printable(f"{detail['id']}: {state}, step {step}, loss {loss}; {listed}")
 
 
 def top(
@@ -66,7 +67,10 @@ def top(
             watch(asked, name, limit, every)
         else:
             seen = look(asked, name, limit or PLAIN_LAYERS)
-            show(seen.title, seen.items, layer_columns())
+            if seen.items:
+                show(seen.title, seen.items, layer_columns())
+            else:
+                typer.echo(seen.title)
 
 
 def look(asked: Source, name: str, limit: int | None) -> Seen:
@@ -108,6 +112,7 @@ def picture(console: "Console", seen: Seen, trouble: str) -> "RenderableType":
     from rich.text import Text
 
     verdict = seen.detail["verdict"]
-    table = terminal_table(seen.title, seen.items, layer_columns(), console.width)
+    title, columns = seen.title, layer_columns()
+    table = terminal_table(title, seen.items, columns, console.width) if seen.items else Text(title)
     parts = [table, Text(printable(f"why  {verdict['why']}")), Text(printable(f"next {verdict['next']}"))]
     return Group(*parts, *([Text(printable(trouble), style="bold red")] if trouble else []))

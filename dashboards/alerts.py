@@ -7,6 +7,7 @@ from typing import Any
 
 from fp8_safeguard.dashboards.metrics import format_limit, format_value, metric_view
 from fp8_safeguard.dashboards.view import excess_ratio, number, slot_words
+from fp8_safeguard.monitor.nonfinite import remark
 
 STATES = ("open", "held", "resolved")
 """The API's states: an alert has one of them."""
@@ -223,6 +224,8 @@ def _remarks(item: Mapping[str, Any], state: str) -> Iterable[str]:
         reason = item.get("resolved_reason")
         yield f"resolved by {by}" if by else str(reason) if reason else "over by itself"
         return
+    if began := remark(_first_step(item), item.get("clean_step")):
+        yield began
     since = item.get("waits_since")
     if since and state == "open":
         took = f"decision {since['decision']} took effect at step {int(since['step']):,}"

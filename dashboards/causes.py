@@ -73,7 +73,7 @@ CAUSES: dict[str, CauseText] = {
     "nonfinite-origin": _fp8(
         "non-finite values",
         "NaN or Inf begin in one place, upstream of every other; not FP8's where what the GEMM reads, or the weight, is "
-        "non-finite already",
+        "non-finite already, or where the GEMM runs in a higher precision",
         "one sample only alerts; two in a row put the GEMMs at the origin into BF16. Where no precision helps: look at the "
         "batch, or go back to a checkpoint",
     ),

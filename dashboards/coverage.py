@@ -62,7 +62,20 @@ def coverage_view(
         complete=seen == total,
         rows=tuple(map(_row, items)),
         more=total - len(items),
-        sampling=sampling_words(sampling or {}),
+        sampling=" ".join(
+            filter(None, (sampling_words(sampling or {}), _counts_words(seen, sampling or {})))
+        ),
+    )
+
+
+def _counts_words(seen: int, sampling: Mapping[str, Any]) -> str:
+    """Why there are fewer or more layers than matrices; empty where the two counts are one."""
+    layers = sampling.get("layers")
+    if layers is None or layers == seen:
+        return ""
+    return (
+        f"The {seen:,} above counts weight matrices, the {layers:,} here the layers that hold them, of which one may hold several; "
+        "the map and the list of layers have those that a sample has held so far."
     )
 
 
@@ -100,9 +113,10 @@ def _layers(sampling: Mapping[str, Any]) -> str:
     if chosen is None:
         return ""
     if layers is not None and chosen >= layers:
-        return f"{'the layer is' if layers == 1 else f'all {layers:,} layers are'} measured in full in each sample"
+        all_ = "the observed layer is" if layers == 1 else f"all {layers:,} observed layers are"
+        return f"{all_} measured in full in each sample"
     one = chosen == 1
-    of_all = f" layer{'' if one else 's'}" if layers is None else f" of {layers:,} layers"
+    of_all = f" layer{'' if one else 's'}" if layers is None else f" of {layers:,} observed layers"
     return f"{chosen:,}{of_all} {'is' if one else 'are'} measured in full in each sample, in turn"
 
 

@@ -22,6 +22,12 @@ ACTION_WORDS = {
     "restore": "back to FP8",
     "advice": "advice",
 }
+_DEVIATES = {
+    "bf16_fallback": "in BF16",
+    "format": "in other formats",
+    "gradient_smoothing": "with smoothed gradients",
+}
+_OTHER_SCALES = "with other scales"
 PROPOSED_WORDS = {
     "observe": "proposed only: the run is observed, so nothing comes of it; set its mode to advise to approve it",
     "advise": "waits for a person’s approval",
@@ -100,6 +106,12 @@ def decision_rows(
         for group in groups.values()
         for item in group
     ]
+
+
+def deviates(actions: Iterable[str]) -> str:
+    """How layers with these entries of a plan run: `in BF16 and with other scales`."""
+    held = {_DEVIATES.get(action, _OTHER_SCALES) for action in actions}
+    return " and ".join(words for words in (*_DEVIATES.values(), _OTHER_SCALES) if words in held)
 
 
 def _is_over(item: Mapping[str, Any], plan: Collection[str]) -> bool:

@@ -17,7 +17,7 @@ from typing import Any, Self
 from fp8_safeguard.monitor.budget import fallbacks
 from fp8_safeguard.monitor.numbers import decode_number, encode_number
 from fp8_safeguard.monitor.plan import Plan
-from fp8_safeguard.monitor.runwatch import RunBreach
+from fp8_safeguard.monitor.runwatch import GRADIENT_NORM, LOSS, RunBreach
 from fp8_safeguard.monitor.signals import Breach
 from fp8_safeguard.monitor.slots import Slot, gemms_of
 
@@ -27,6 +27,9 @@ COOL_DOWN_STEPS = 50
 CURED_STEPS = 4
 """A fallback takes effect two steps after its evidence; non-finite values seen later than two more were not FP8's."""
 
+
+NO_NUMBERS = ("non-finite", LOSS.rule, GRADIENT_NORM.rule)
+"""Rules on NaN and Inf, which may have begun in any step since the last clean sample."""
 
 AnyBreach = Breach | RunBreach
 
@@ -72,6 +75,8 @@ class Signal:
     """First step of the breach, before hysteresis."""
     last_step: int
     """The latest step in breach."""
+    clean_step: int | None = None
+    """Of what is NaN or Inf the latest sample before `first_step` in which nothing of the run was."""
     what_if: bool = False
     """Whether it says what FP8 would do: the GEMMs concerned ran in a higher precision as they are configured."""
     over: bool = False
@@ -124,6 +129,11 @@ class Alert:
         return min(signal.first_step for signal in self.signals)
 
     @property
+    def clean_step(self) -> int | None:
+        """The last clean sample before the first breach."""
+        return min(self.signals, key=lambda signal: signal.first_step).clean_step
+
+    @property
     def last_step(self) -> int:
         """The latest step in breach."""
         return max(signal.last_step for signal in self.signals)
@@ -137,7 +147,7 @@ class Alert:
         """As the API shows it: the worst signal's fields, and all signals in `slots`."""
         listed = [signal.to_dict() for signal in self.signals]
         for item in listed:
-            del item["key"], item["excess"]
+            del item["key"], item["excess"], item["clean_step"]
         shown = {name: listed[0][name] for name in ("slot", "metric", "value", "threshold", "origin")}
         return {
             "rule": self.rule,
@@ -146,6 +156,7 @@ class Alert:
             "layer": self.layer,
             **shown,
             "first_step": self.first_step,
+            "clean_step": self.clean_step,
             "step": self.step,
             "last_step": self.last_step,
             "what_if": all(signal.what_if for signal in self.live),
@@ -189,6 +200,9 @@ def is_held(signals: Iterable[Signal], rule: str, plan: Plan) -> bool:
     fallen = fallbacks(plan)
     live = [signal for signal in signals if not signal.over]
     if rule == "non-finite":
+        if any(signal.slot is not None and signal.slot.operand == "w" for signal in live):
+            # No precision helps a weight that holds them.
+            return False
         # The origin, which speaks for the others: what holds it holds what follows from it.
         live = live[:1]
     return bool(live) and all(signal.what_if or _covered(signal, rule, fallen, plan) for signal in live)
@@ -239,8 +253,12 @@ def follow_alerts(
     step: int,
     hysteresis: int,
     what_if: Callable[[AnyBreach], bool] = lambda breach: False,
+    clean_step: int | None = None,
 ) -> dict[str, Alert]:
-    """Open alerts after this step: those with a signal whose evidence is not yet gone, and the new ones."""
+    """Open alerts after this step: those with a signal whose evidence is not yet gone, and the new ones.
+
+    clean_step: the latest step before this one in which nothing was NaN or Inf.
+    """
     signals = {key: _faded(alert.signals, evidence) for key, alert in alerts.items()}
     layers = {key: (alert.rule, alert.layer) for key, alert in alerts.items()}
     for key, breach in breaches.items():
@@ -248,9 +266,10 @@ def follow_alerts(
         known = signals.get(at, {}).get(key)
         lasted = evidence[key].watch >= hysteresis or breach.severity == "act" or breach.instant
         if lasted or (known is not None and not known.over):
-            kept = None if known is None or known.over else known.first_step
-            first = evidence[key].first_step if kept is None else kept
-            signals.setdefault(at, {})[key] = _signal(key, breach, first, step, what_if(breach))
+            began = evidence[key].first_step, clean_step if breach.rule.rule in NO_NUMBERS else None
+            if known is not None and not known.over:
+                began = known.first_step, known.clean_step
+            signals.setdefault(at, {})[key] = _signal(key, breach, *began, step, what_if(breach))
             layers[at] = (breach.rule.rule, breach.layer)
     after = {}
     for key, held in signals.items():
@@ -268,7 +287,9 @@ def _faded(signals: Iterable[Signal], evidence: Mapping[str, Evidence]) -> dict[
     }
 
 
-def _signal(key: str, breach: AnyBreach, first_step: int, step: int, what_if: bool) -> Signal:
+def _signal(
+    key: str, breach: AnyBreach, first_step: int, clean_step: int | None, step: int, what_if: bool
+) -> Signal:
     return Signal(
         key=key,
         severity=breach.severity,
@@ -280,6 +301,7 @@ def _signal(key: str, breach: AnyBreach, first_step: int, step: int, what_if: bo
         excess=breach.excess,
         first_step=first_step,
         last_step=step,
+        clean_step=clean_step,
         what_if=what_if,
     )
 

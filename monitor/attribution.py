@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,7 +14,11 @@ from fp8_safeguard.monitor.nonfinite import Origin, way_out
 from fp8_safeguard.monitor.othercauses import other_findings
 from fp8_safeguard.monitor.symptoms import Symptoms
 
+if TYPE_CHECKING:
+    from fp8_safeguard.monitor.view import StepView
+
 FLUCTUATING = "fluctuating"
+NONFINITE = "nonfinite-origin"
 HIGH_DISTORTION = 4e-3
 """Gradient distortion of a layer, E4M3: ten times that of healthy gradients, 3e-4 to 7e-4. E5M2 has four times as much."""
 LOW_SHARE = 0.25
@@ -33,7 +37,7 @@ def find_causes(seen: Symptoms, held: Mapping[str, Any], *, shaken: bool = False
     view = seen.view
     if view.origin is not None:
         # Everything after it is as broken.
-        return [_nonfinite(view.origin)]
+        return [_nonfinite(view, view.origin)]
     fp8 = fp8_findings(seen) if view.found else []
     other = other_findings(seen, held, fp8_fault=bool(fp8), shaken=shaken)
     alone = [finding for finding in other if finding.said.cause == "one-rank"]
@@ -116,16 +120,19 @@ def _turns(seen: Symptoms, layer: str) -> int:
     return sum(a != b for a, b in itertools.pairwise(sides))
 
 
-def _nonfinite(origin: Origin) -> Finding:
+def _nonfinite(view: StepView, origin: Origin) -> Finding:
     where = f", and in {origin.other_layers} other layers after it" if origin.other_layers else ""
-    helps = way_out(origin.slot, origin.first_step, weights=origin.weights)
+    helps = way_out(origin.slot, origin.first_step, origin.clean_step, weights=origin.weights)
+    above = bool(origin.gemms) and all(view.runs_above(origin.slot.layer, gemm) for gemm in origin.gemms)
+    if above:
+        helps = "it runs in high precision already: look at the batch, at the learning rate, and at what the layer reads"
     said = Diagnosis(
         cause="nonfinite-origin",
-        kind="fp8" if origin.gemms else "not-fp8",
+        kind="fp8" if origin.gemms and not above else "not-fp8",
         layer=origin.slot.layer,
         slot=origin.slot,
-        summary=f"{origin.words} at step {origin.first_step}{where}",
+        summary=f"{origin.words}{where}",
         evidence={"count": origin.count, "first_step": origin.first_step, "gemms": list(origin.gemms)},
         advice=helps or None,
     )
-    return Finding(said=said, group="nonfinite-origin", samples=1)
+    return Finding(said=said, group=NONFINITE, samples=1)

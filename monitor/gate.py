@@ -15,7 +15,7 @@ from fp8_safeguard.monitor.signals import Breach
 from fp8_safeguard.monitor.slots import GEMM_OPERANDS, OPERANDS
 from fp8_safeguard.monitor.state import Change, PolicyState, Proposal, place, spot
 from fp8_safeguard.monitor.treatment import COSTS, Case, Choice, Remedy, clashes, shows
-from fp8_safeguard.monitor.whatifs import Measured, WhatIfs
+from fp8_safeguard.monitor.whatifs import WhatIfs
 
 SETTLE_STEPS = 4
 """Steps that a scale change gets before the gemms behind it may fall back: it takes effect two steps after its evidence,
@@ -100,7 +100,7 @@ class Gate:
         measured_on: the layers whose looks speak for this one; empty: its own.
         """
         remedy = choice.remedy
-        found = f"{remedy.words}, the cheapest that what-ifs show to be healthy ({_measured(choice)}"
+        found = f"{remedy.words}, the cheapest that what-ifs show to be healthy ({choice.words}"
         if measured_on:
             others = " and ".join(map(repr, measured_on))
             found += f", as measured on {others}, where the same fault began at the same time"
@@ -236,7 +236,9 @@ class Gate:
 
     def _persists(self, candidate: Candidate) -> None:
         entry = self.plan.find(candidate.layer, candidate.target, candidate.action)
-        if candidate.rule == "non-finite" and entry is not None:
+        change = self.changes.get(spot(candidate.layer, candidate.target))
+        applied = change is None or self.plan_version >= change.version
+        if candidate.rule == "non-finite" and entry is not None and applied:
             self._advise(candidate, "; they persist with the gemm in BF16, so the cause is not FP8")
 
     def _held(self, candidate: Candidate) -> bool:
@@ -375,17 +377,6 @@ def _judged(candidate: Candidate, gemm: str) -> float | None:
 
 def _main_target(operand: str) -> Target:
     return Target(operand=operand, layout="tile" if operand == "w" else "row")
-
-
-def _measured(choice: Choice) -> str:
-    """`fprop 74 % -> 5.9 %, dgrad 12 % -> 5.7 %`."""
-
-    def told(gemm: str, seen: Measured) -> str:
-        plain = choice.plain.get(gemm)
-        before = "" if plain is None else f"{percent(plain.error)} -> "
-        return f"{gemm} {before}{percent(seen.error)}"
-
-    return ", ".join(told(gemm, seen) for gemm, seen in choice.errors.items())
 
 
 def restorable(candidate: Candidate, breaches: Mapping[str, Breach]) -> bool:

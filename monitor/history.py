@@ -51,6 +51,11 @@ class History:
             result[known] = _medians(self.values[found[known]])
         return result
 
+    def latest(self, key: str) -> float:
+        """The newest value of a slot's first metric; NaN where there is none."""
+        row = self.rows.get(key)
+        return float("nan") if row is None else float(self.values[row, 0, -1])
+
     def added(self, keys: Sequence[str], values: NDArray[np.float64], admit: NDArray[np.bool_]) -> "History":
         """With one more value for each slot and metric [S, 2] where `admit` holds and the value is finite."""
         new = [key for key in keys if key not in self.rows]

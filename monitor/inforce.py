@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fp8_safeguard.monitor.plan import ACTIONS
+from fp8_safeguard.monitor.plan import ACTIONS, step_after
 
 HELD = ("approved", "sent", "applied")
 """States of decisions that the plan holds."""
@@ -27,17 +27,29 @@ def in_force(items: Sequence[Item], from_step: int, to_step: int) -> list[Item]:
 
 
 def since(item: Item) -> int:
-    """The first step at which a decision was in force."""
+    """The first step at which a decision was in force: as the trainer has said, else the earliest that it can have been.
+
+    A person's approval may come long after the evidence, and holds nothing of the steps before it.
+    """
     effective = item.get("effective_step")
-    return int(effective if effective is not None else item["not_before_step"])
+    if effective is not None:
+        return int(effective)
+    asked = [int(act["step"]) for act in item.get("history", ()) if act["what"] in HELD and _is_dated(act)]
+    return max([int(item["not_before_step"]), *map(step_after, asked)])
 
 
 def _overlaps(item: Item, later: Sequence[Item], from_step: int, to_step: int) -> bool:
     if not was_held(item) or since(item) > to_step:
         return False
-    ends = [since(other) for other in later if _undoes(other, item)]
-    ends += [int(act["step"]) for act in item.get("history", ()) if _ends(act)]
-    return not any(since(item) <= end <= from_step for end in ends)
+    began = since(item)
+    taken_back = [
+        int(act["step"]) for act in item.get("history", ()) if act["what"] in ENDED and _is_dated(act)
+    ]
+    if item.get("effective_step") is None and any(end < began for end in taken_back):
+        return False
+    restored = [end for other in later if _undoes(other, item) and (end := since(other)) >= began]
+    # What the trainer has applied was in force for a step at least.
+    return not any(max(end, began) <= from_step for end in (*restored, *taken_back))
 
 
 def was_held(item: Item) -> bool:
@@ -49,8 +61,8 @@ def was_held(item: Item) -> bool:
     return known or item.get("effective_step") is not None or item["state"] == "reverted"
 
 
-def _ends(act: Item) -> bool:
-    return act["what"] in ENDED and act.get("step") is not None
+def _is_dated(act: Item) -> bool:
+    return act.get("step") is not None
 
 
 def _undoes(other: Item, item: Item) -> bool:
@@ -61,7 +73,13 @@ def _undoes(other: Item, item: Item) -> bool:
 def reasons(items: Sequence[Item], from_step: int, to_step: int) -> list[str]:
     """Why a range with decisions in force shows nothing healthy, a sentence each."""
     return [
-        f"decision {item['id']} ({item['action']} of {item['layer']}) was in force from step {since(item)}; "
+        f"decision {item['id']} ({item['action']} of {item['layer']}) {_held(item)}; "
         "choose steps before it, or a run without it"
         for item in in_force(items, from_step, to_step)
     ]
+
+
+def _held(item: Item) -> str:
+    if item.get("effective_step") is None and item["state"] == "approved":
+        return f"was decided to hold from step {since(item)}, and the trainer has not said since when it does"
+    return f"was in force from step {since(item)}"

@@ -55,6 +55,8 @@ class Origin:
     others: tuple[tuple[Slot, float], ...] = ()
     """The layer's other slots that hold them now, with their counts."""
     first_step: int = 0
+    clean_step: int | None = None
+    """The latest sample before `first_step` in which nothing was NaN or Inf; None: there was none."""
 
     @property
     def key(self) -> str:
@@ -63,9 +65,9 @@ class Origin:
 
     @property
     def words(self) -> str:
-        """How many began where: `3 non-finite values begin in '0' fprop`."""
+        """How many began where and when: `3 non-finite values begin in '0' fprop at step 7`."""
         many = "a non-finite value begins" if self.count == 1 else f"{self.count:.0f} non-finite values begin"
-        return f"{many} in {place_of(self.slot)}"
+        return f"{many} in {place_of(self.slot)} {when(self.first_step, self.clean_step)}"
 
     @property
     def weights(self) -> bool:
@@ -96,6 +98,8 @@ class Began:
     slot: Slot
     count: float
     step: int
+    clean_step: int | None = None
+    """As in `Origin`."""
 
 
 def key_of(layer: str, forward: bool) -> str:
@@ -116,12 +120,14 @@ def find_origin(
     counts: NDArray[np.float64],
     *,
     step: int = 0,
+    clean_step: int | None = None,
     began: Sequence[Began] = (),
     scalars: Mapping[tuple[str, str], float] | None = None,
 ) -> Origin | None:
     """counts: non-finite elements of each slot (NaN: null). indices: the slots' order in the model, or empty.
 
-    began: what earlier samples blamed, the earliest first; it stays to blame while its layer holds such values.
+    clean_step: the latest sample in which nothing was NaN or Inf. began: what earlier samples blamed, the earliest first; it
+    stays to blame while its layer holds such values.
     scalars by (layer, name): where every slot is clean, a weight gradient's norm that is no number is all there is.
     """
     with np.errstate(invalid="ignore"):
@@ -132,10 +138,10 @@ def find_origin(
     before = next((first for first in began if first.slot.layer in layers), None)
     if before is None and bad:
         shown = _first(slots, indices, bad)
-        before = Began(slots[shown], float(counts[shown]), step)
+        before = Began(slots[shown], float(counts[shown]), step, clean_step)
     elif before is None:
         last = max(layers, key=layer_order(slots, indices, layers).__getitem__)
-        before = Began(Slot(layer=last, gemm="wgrad"), 1.0, step)
+        before = Began(Slot(layer=last, gemm="wgrad"), 1.0, step, clean_step)
     layer, forward = before.slot.layer, _is_forward(before.slot)
     # In a fixed order: the signals of a stored decision must not depend on that of the slots.
     here = sorted((at for at in bad if slots[at].layer == layer), key=lambda at: slots[at].key)
@@ -148,6 +154,7 @@ def find_origin(
         len(layers) - 1,
         tuple((slots[at], float(counts[at])) for at in here if slots[at].key != before.slot.key),
         before.step,
+        before.clean_step,
     )
 
 
@@ -178,9 +185,24 @@ def place_of(slot: Slot) -> str:
     return f"{named} of layer {slot.layer!r}" if named else slot.phrase
 
 
-def way_out(slot: Slot, first_step: int, *, weights: bool) -> str:
+def when(first_step: int, clean_step: int | None) -> str:
+    """When non-finite values began, in words: between the last sample without any and the first with them."""
+    if clean_step is None or clean_step >= first_step - 1:
+        return f"at step {first_step}"
+    return f"between step {clean_step} (last clean sample) and step {first_step}"
+
+
+def remark(first_step: int, clean_step: int | None) -> str:
+    """The last clean sample, in words for where the first step with them is told already; empty where that is exact."""
+    exact = clean_step is None or clean_step >= first_step - 1
+    return "" if exact else f"began after step {clean_step}, the last clean sample"
+
+
+def way_out(slot: Slot, first_step: int, clean_step: int | None, *, weights: bool) -> str:
     """What helps where no precision does; empty where the GEMM itself, or its precision, may be to blame."""
-    back = f"go back to a checkpoint before step {first_step}"
+    unseen = clean_step is not None and clean_step < first_step - 1
+    last_good = f"of step {clean_step} or earlier" if unseen else f"before step {first_step}"
+    back = f"go back to a checkpoint {last_good}"
     if slot.operand == "x":
         look = "look at the batch, or at what comes before this layer"
         return f"{look}; its weight holds them by now, too: {back}" if weights else look

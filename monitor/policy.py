@@ -46,7 +46,6 @@ from fp8_safeguard.monitor.remedies import (
 )
 from fp8_safeguard.monitor.restoring import restore
 from fp8_safeguard.monitor.runwatch import with_loss
-from fp8_safeguard.monitor.shadow import Shadow
 from fp8_safeguard.monitor.signals import Breach, SlotList, history_values
 from fp8_safeguard.monitor.state import PolicyState
 from fp8_safeguard.monitor.view import StepView, look
@@ -81,25 +80,24 @@ def decide(
     if state.last_step is not None and step.step <= state.last_step:
         return state, ()
     view = look(state, step, config)
-    breaches, evidence = view.breaches, view.evidence
-    shadow = Shadow(view.compiled, view.measures, breaches, fallbacks(state.plan))
     trends = state.trends.added(view)
     causes = diagnose(view, trends)
     loss = step.run.get("loss")
     current = replace(
         state,
         last_step=step.step,
-        evidence=evidence,
-        alerts=_alerts(view, shadow),
+        clean_step=view.clean_step,
+        evidence=view.evidence,
+        alerts=_alerts(view),
         costs=state.costs.learned(step.slots, step.stats),
         loss_scale=step.run.get("loss_scale"),
         losses=with_loss(state.losses, loss, jumped=view.jump is not None),
         trends=trends,
     )
     newer = _looks(state, view)
-    gate = Gate(current, config, step.step, step.plan_version, evidence, causes, newer)
+    gate = Gate(current, config, step.step, step.plan_version, view.evidence, causes, newer)
     looks = state.looks.added(newer)
-    prescribe(gate, view, _candidates(view, causes), looks, shadow)
+    prescribe(gate, view, _candidates(view, causes), looks)
     offer_last_layers(gate, view, state.underflow)
     probation = restore(gate, view, newer)
     decided = replace(gate.result(), probation=probation, underflow=state.underflow.added(view))
@@ -158,16 +156,24 @@ def budget_used_ratio(state: PolicyState, config: PolicyConfig) -> float:
     return share / config.budget_ratio if config.budget_ratio else float(share > 0)
 
 
-def _alerts(view: StepView, shadow: Shadow) -> dict[str, Alert]:
+def _alerts(view: StepView) -> dict[str, Alert]:
     """Open alerts after a step. What a gemm would do in FP8 that the plan has taken out of it is no news."""
     alerts = view.state.alerts
     known = {signal.key for alert in alerts.values() for signal in alert.live}
     told = {
         key: breach
         for key, breach in view.everything.items()
-        if key in known or breach.place is None or not shadow.fallen(breach.place)
+        if key in known or breach.place is None or not view.shadow.fallen(breach.place)
     }
-    return follow_alerts(alerts, view.evidence, told, view.seen.step, view.config.hysteresis, shadow.what_if)
+    return follow_alerts(
+        alerts,
+        view.evidence,
+        told,
+        view.seen.step,
+        view.config.hysteresis,
+        view.shadow.what_if,
+        view.state.clean_step,
+    )
 
 
 def _nonfinite(origin: Origin | None, breaches: Mapping[str, Breach]) -> list[Candidate]:

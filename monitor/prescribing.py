@@ -49,9 +49,7 @@ class _Ill:
         return seen and not self.found
 
 
-def prescribe(
-    gate: Gate, view: StepView, candidates: Sequence[Candidate], looks: WhatIfs, shadow: Shadow
-) -> None:
+def prescribe(gate: Gate, view: StepView, candidates: Sequence[Candidate], looks: WhatIfs) -> None:
     """Offer every candidate, or a measured remedy in the place of those of its layer."""
     offers = [each for each in candidates if not each.measured]
     asked: dict[str, list[Candidate]] = {}
@@ -60,7 +58,7 @@ def prescribe(
             asked.setdefault(each.layer, []).append(each)
     ill = []
     for layer in sorted(asked):
-        found = _examine(gate, view, sorted(asked[layer], key=lambda each: each.order), looks, shadow)
+        found = _examine(gate, view, sorted(asked[layer], key=lambda each: each.order), looks)
         if found is not None:
             ill.append(found)
         else:
@@ -81,20 +79,19 @@ def prescribe(
     for each in sorted(offers, key=lambda candidate: candidate.order):
         if each.layer in began and waits_for_scale(gate, each, began[each.layer]):
             continue
-        in_bf16 = shadow.configured(each.layer, each.target) == BF16
+        # In float32 there is no format to blame, but a plan may still have to say which gemm must not go to FP8.
+        in_bf16 = view.shadow.configured(each.layer, each.target) == BF16
         gate.offer(each, view.breaches, in_bf16=in_bf16)
 
 
-def _examine(
-    gate: Gate, view: StepView, asked: Sequence[Candidate], looks: WhatIfs, shadow: Shadow
-) -> _Ill | None:
+def _examine(gate: Gate, view: StepView, asked: Sequence[Candidate], looks: WhatIfs) -> _Ill | None:
     """None where all that is ill runs in BF16, by the plan or as it is configured."""
     layer = asked[0].layer
     open_ = [
-        each for each in asked if each.target.gemm and not _is_out(gate, shadow, layer, each.target.gemm)
+        each for each in asked if each.target.gemm and not _is_out(gate, view.shadow, layer, each.target.gemm)
     ]
     scales = [each for each in asked if not each.target.gemm]
-    if not open_ and not (scales and not _all_out(gate, shadow, scales)):
+    if not open_ and not (scales and not _all_out(gate, view.shadow, scales)):
         return None
     case = _case(view, layer, open_, scales)
     seen = looks.looks.get(layer)

@@ -194,10 +194,10 @@ def nonfinite_candidates(origin: Origin) -> list[Candidate]:
     """Fallback of the gemms at the origin; advice where what they read, or the weights, are non-finite."""
     breaches = (origin.breach("act"), *origin.companions("act").values())
     where = f", and in {origin.other_layers} other layers after it" if origin.other_layers else ""
-    because = f"{origin.words} at step {origin.first_step}{where}"
+    because = f"{origin.words}{where}"
     common: dict[str, Any] = {"layer": origin.slot.layer, "rule": "non-finite", "breaches": breaches}
     if not origin.gemms:
-        helps = way_out(origin.slot, origin.first_step, weights=origin.weights)
+        helps = way_out(origin.slot, origin.first_step, origin.clean_step, weights=origin.weights)
         why = f"{because}; no precision helps: {helps}"
         return [Candidate(target=Target(), action="advice", priority=0, because=why, **common)]
     return [

@@ -1,9 +1,11 @@
 """What layers in higher precision would do in FP8, told from what they do."""
 
+import math
 from collections.abc import Collection, Mapping
 from functools import cached_property
 
 from fp8_safeguard.monitor.alerts import AnyBreach
+from fp8_safeguard.monitor.history import History
 from fp8_safeguard.monitor.nonfinite import BROKEN
 from fp8_safeguard.monitor.nonfinite import RULE as NON_FINITE
 from fp8_safeguard.monitor.plan import Target
@@ -25,11 +27,13 @@ class Shadow:
         measures: Measures,
         breaches: Mapping[str, AnyBreach],
         fallen: Collection[tuple[str, str]],
+        history: History,
     ) -> None:
         self._compiled = compiled
         self._measures = measures
         self._layers = {breach.layer for breach in breaches.values()}
         self._fallen = fallen
+        self._history = history
 
     @cached_property
     def _precisions(self) -> dict[str, dict[str, str | None]]:
@@ -37,8 +41,13 @@ class Shadow:
         places = [place for place in self._compiled.gemms if slots[place].layer in self._layers]
         if not any(slots[place].emulated for place in places):
             return {}
-        errors = self._measures["relative_error"]
-        return precisions_of([(slots[place], float(errors[place])) for place in places], self._fallen)
+        errors = {slots[place]: float(self._measures["relative_error"][place]) for place in places}
+        # A result that is NaN all over has no error, and says nothing of its precision: the one before it does.
+        seen = [
+            (slot, self._history.latest(slot.key) if math.isnan(error) else error)
+            for slot, error in errors.items()
+        ]
+        return precisions_of(seen, self._fallen)
 
     def configured(self, layer: str, target: Target) -> str | None:
         """BF16 or HIGH where all that a target is about runs in it without the plan; None elsewhere."""

@@ -58,6 +58,8 @@ class PolicyState:
 
     last_step: int | None = None
     """The last step decided on; older ones are never decided on."""
+    clean_step: int | None = None
+    """The latest step decided on in which no tensor, loss or gradient norm was NaN or Inf."""
     plan: Plan = field(default_factory=Plan)
     alerts: Mapping[str, Alert] = field(default_factory=dict)
     """Open alerts by key."""
@@ -104,6 +106,7 @@ class PolicyState:
         """JSON object; `from_dict` gives an equal state."""
         return {
             "last_step": self.last_step,
+            "clean_step": self.clean_step,
             "plan": self.plan.to_wire(),
             "alerts": {key: alert.to_dict() for key, alert in self.alerts.items()},
             "evidence": {key: evidence.to_list() for key, evidence in self.evidence.items()},
@@ -128,6 +131,7 @@ class PolicyState:
         """The inverse of to_dict."""
         return cls(
             last_step=stored["last_step"],
+            clean_step=stored.get("clean_step"),
             plan=Plan.from_wire(stored["plan"]),
             alerts=join_alerts(Alert.from_dict(alert) for alert in stored["alerts"].values()),
             evidence={key: Evidence(*numbers) for key, numbers in stored["evidence"].items()},

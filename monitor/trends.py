@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
-from fp8_safeguard.monitor.attribution import find_causes, observed
+from fp8_safeguard.monitor.attribution import NONFINITE, find_causes, observed
 from fp8_safeguard.monitor.cause import Finding
 from fp8_safeguard.monitor.fp8causes import GROUP, SCALE_CAUSES
 from fp8_safeguard.monitor.othercauses import is_spike
@@ -108,8 +108,7 @@ class Trends:
             told = finding.samples <= 1
             return Lasting(said=finding.said.to_wire(), first_step=step, told=told, module=finding.module)
         if before.told:
-            sharper = finding.said.cause == STUCK and before.said["name"] in SCALE_CAUSES
-            said = finding.said.to_wire() if sharper and before.samples < SHARPENS else before.said
+            said = finding.said.to_wire() if _is_sharper(finding, before) else before.said
             return replace(before, said=said, samples=before.samples + 1, clear=0)
         samples = before.samples + 1
         return Lasting(
@@ -142,6 +141,15 @@ class Trends:
         }
         counts = stored.get("nonfinite_steps", 0), stored.get("shaken", 0)
         return cls(Series.from_dict(stored.get("series", {})), causes, *counts)
+
+
+def _is_sharper(finding: Finding, before: Lasting) -> bool:
+    """Whether a sample says more of a cause than what was told first."""
+    name = finding.said.cause
+    if name == NONFINITE:
+        # What no precision helps stays so: a later sample may leave the weight open that showed it.
+        return finding.said.kind == "not-fp8" and finding.said.advice != before.said["advice"]
+    return name == STUCK and before.said["name"] in SCALE_CAUSES and before.samples < SHARPENS
 
 
 def _is_spoken_of(key: tuple[str, str], told: Mapping[str, Lasting]) -> bool:

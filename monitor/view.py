@@ -1,21 +1,25 @@
 """All that one step shows, read once and handed to every rule."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fp8_safeguard.monitor.alerts import AnyBreach, Evidence, follow_evidence
+from fp8_safeguard.monitor.alerts import CURED_STEPS, AnyBreach, Evidence, follow_evidence
+from fp8_safeguard.monitor.budget import fallbacks
 from fp8_safeguard.monitor.nonfinite import RULE as NON_FINITE
 from fp8_safeguard.monitor.nonfinite import Began, Origin, broken_sums, find_origin, read_key
 from fp8_safeguard.monitor.observation import StepObservation
+from fp8_safeguard.monitor.plan import Target
 from fp8_safeguard.monitor.policyconfig import PolicyConfig
 from fp8_safeguard.monitor.remedies import pair_up
 from fp8_safeguard.monitor.runwatch import RunBreach, loss_jump, run_breaches, says_something
+from fp8_safeguard.monitor.shadow import Shadow
 from fp8_safeguard.monitor.sight import Sight
 from fp8_safeguard.monitor.signals import Breach, Measures, SlotList, compile_slots, find_breaches
-from fp8_safeguard.monitor.state import PolicyState
+from fp8_safeguard.monitor.state import PolicyState, spot
 
 LOWEST_SEARCH = 1.0
 """A gradient scaler that has gone below this looks for nothing: at this scale gradients overflow as they are."""
@@ -51,6 +55,26 @@ class StepView:
     sight: Sight
     scale_falls: bool
     """Whether a gradient scaler is looking for its scale."""
+    shadow: Shadow
+    """What of it ran in a higher precision than FP8."""
+
+    @property
+    def clean_step(self) -> int | None:
+        """The latest step, this one included, in which no tensor, loss or gradient norm was NaN or Inf."""
+        told = (self.seen.run.get(name) for name in ("loss", "gradient_norm"))
+        clean = self.origin is None and all(value is None or math.isfinite(value) for value in told)
+        return self.seen.step if clean else self.state.clean_step
+
+    def runs_above(self, layer: str, gemm: str) -> bool:
+        """Whether a gemm did not run in FP8: as it is configured, or for long enough by the plan."""
+        target = Target(gemm=gemm)
+        if self.shadow.configured(layer, target) is not None:
+            return True
+        entry = self.state.plan.find(layer, target, "bf16_fallback")
+        if entry is None or self.seen.step < entry.not_before_step + CURED_STEPS:
+            return False
+        change = self.state.changes.get(spot(layer, target))
+        return change is None or self.seen.plan_version >= change.version
 
 
 def look(state: PolicyState, step: StepObservation, config: PolicyConfig) -> StepView:
@@ -66,6 +90,7 @@ def look(state: PolicyState, step: StepObservation, config: PolicyConfig) -> Ste
         step.indices,
         measures["nonfinite_count"],
         step=step.step,
+        clean_step=state.clean_step,
         began=_began(state),
         scalars=step.scalars,
     )
@@ -95,6 +120,7 @@ def look(state: PolicyState, step: StepObservation, config: PolicyConfig) -> Ste
         evidence=follow_evidence(state.evidence, everything, observed, step.step, config.clear_samples),
         sight=sight,
         scale_falls=falls,
+        shadow=Shadow(compiled, measures, breaches, fallbacks(state.plan), state.history),
     )
 
 
@@ -164,5 +190,7 @@ def _began(state: PolicyState) -> list[Began]:
     ]
     found.sort(key=lambda signal: (signal.first_step, signal.key))
     return [
-        Began(signal.slot, signal.value, signal.first_step) for signal in found if signal.slot is not None
+        Began(signal.slot, signal.value, signal.first_step, signal.clean_step)
+        for signal in found
+        if signal.slot is not None
     ]

@@ -336,10 +336,14 @@ SCHEMAS: dict[str, Schema] = {
             "silenced_until": maybe(TIME),
         },
         {
+            "clean_step": {
+                **maybe(COUNT),
+                "description": "Of NaN and Inf: the last sample before it in which nothing was.",
+            },
             "waits_since": {
                 **maybe(ref("Remedied")),
                 "description": "What it waits to be measured again after.",
-            }
+            },
         },
     ),
     "Remedied": record(

@@ -12,7 +12,7 @@ from fp8_safeguard.monitor.nonfinite import RULE as NON_FINITE
 from fp8_safeguard.monitor.plan import Plan
 from fp8_safeguard.monitor.precision import BF16, FP8, precisions_of
 from fp8_safeguard.monitor.slots import GEMMS
-from fp8_safeguard.server.alertlog import unresolved
+from fp8_safeguard.server.alertlog import UNRESOLVED, unresolved
 from fp8_safeguard.server.answers import encode_float
 from fp8_safeguard.server.audit import plan_from
 from fp8_safeguard.server.branch import last_steps
@@ -21,11 +21,14 @@ from fp8_safeguard.server.latest import Latest, Reading, load_latest
 from fp8_safeguard.server.paging import DEFAULT_PAGE, decode_token, encode_token
 from fp8_safeguard.server.runlookup import find_run
 from fp8_safeguard.server.slotlists import layers_of, of_run
-from fp8_safeguard.server.standing import HELD, load_standings
+from fp8_safeguard.server.standing import HELD, WAITING, load_standings
 from fp8_safeguard.server.tables import alerts
 
 LAYER_STATES = ("healthy", "watch", "unstable", "fallback", "unknown", "stale")
 ORDERS = ("severity", "-severity", "layer", "name")
+_HEALTHY = ""
+_RANKS = ("act", "watch", WAITING, HELD, _HEALTHY)
+"""What the alerts of layers say of the present, the worst first."""
 
 
 def layers(
@@ -70,14 +73,16 @@ def layers(
 def _severity(
     item: dict[str, Any], reading: Reading | None, troubled: dict[str, str], origins: Sequence[str]
 ) -> tuple[int, int, float]:
-    """Worst first: trouble that is there, by the alerts or in the newest values, before what is only near its limit.
+    """Worst first: what is in breach, then what waits to be measured again, then what is held, then what is near its limit.
 
     Where non-finite values begin comes before the layers that hold them because of it.
     """
     broken, layer = _is_broken(reading), item["layer"]
-    severity = "act" if broken else troubled.get(layer, "")
+    said = {troubled.get(layer, _HEALTHY), HELD if item["state"] == "fallback" else _HEALTHY}
+    if broken:
+        said.add("act" if item["state"] == "unstable" else "watch")
     place = origins.index(layer) if broken and layer in origins else len(origins)
-    return ("act", "watch", "").index(severity), place, -reading.excess if reading else 1.0
+    return min(map(_RANKS.index, said)), place, -reading.excess if reading else 1.0
 
 
 def _is_broken(reading: Reading | None) -> bool:
@@ -85,23 +90,27 @@ def _is_broken(reading: Reading | None) -> bool:
     return reading is not None and reading.metric == NON_FINITE.metric
 
 
-def _open_then(row: Row[Any], upto: int) -> tuple[Any, ...]:
-    """Which alerts of layers were open at a step: pages must not shift."""
+def _then(row: Row[Any], upto: int, *states: str) -> tuple[Any, ...]:
+    """Which alerts of layers were in one of these states at a step: pages must not shift."""
     then = (alerts.c.raised_step <= upto, alerts.c.layer.is_not(None))
-    return (alerts.c.run_id == row.id, *then, (alerts.c.state == "open") | (alerts.c.resolved_step > upto))
+    return (alerts.c.run_id == row.id, *then, alerts.c.state.in_(states) | (alerts.c.resolved_step > upto))
 
 
 def _troubled(conn: Connection, row: Row[Any], upto: int) -> dict[str, str]:
-    """The severity of the open alerts of each layer that has any, as they were at a step."""
-    query = select(alerts.c.layer, alerts.c.severity).where(*_open_then(row, upto))
-    # "act" goes over "watch".
-    found = conn.execute(query.order_by(alerts.c.severity.desc()))
-    return {alert.layer: alert.severity for alert in found}
+    """The worst that the alerts of each layer that has any say, of those that were unresolved at a step."""
+    found = conn.execute(select(alerts).where(*_then(row, upto, *UNRESOLVED))).all()
+    standings = load_standings(conn, row, plan_from(row), (alert.layer for alert in found))
+    said: dict[str, list[str]] = {}
+    for alert in found:
+        there = alert.state in UNRESOLVED
+        says = standings.of(json.loads(alert.body), alert.state).says if there else alert.severity
+        said.setdefault(alert.layer, []).append(says)
+    return {layer: min(says, key=_RANKS.index) for layer, says in said.items()}
 
 
 def _origins(conn: Connection, row: Row[Any], upto: int) -> list[str]:
     """The layers in which non-finite values began, by the alerts that were open at a step, the first before the others."""
-    query = select(alerts.c.layer).where(*_open_then(row, upto), alerts.c.rule == NON_FINITE.rule)
+    query = select(alerts.c.layer).where(*_then(row, upto, "open"), alerts.c.rule == NON_FINITE.rule)
     return list(dict.fromkeys(conn.execute(query.order_by(alerts.c.first_step, alerts.c.id)).scalars()))
 
 

@@ -9,12 +9,12 @@ from fp8_safeguard.monitor.baseline import Baseline, BaselineError, Learner
 from fp8_safeguard.monitor.inforce import reasons
 from fp8_safeguard.monitor.numbers import NumberError, decode_count
 from fp8_safeguard.monitor.quoting import quoted
-from fp8_safeguard.server.auditview import decision_item, with_history
+from fp8_safeguard.server.decided import all_decisions
 from fp8_safeguard.server.observations import observations, owners_of
 from fp8_safeguard.server.problems import Problem, invalid
 from fp8_safeguard.server.runlookup import find_run
 from fp8_safeguard.server.store import Store
-from fp8_safeguard.server.tables import attempts, decisions
+from fp8_safeguard.server.tables import attempts
 
 MOST_STEPS = 20_000
 """Sampled steps of one window: about a minute of learning."""
@@ -90,6 +90,4 @@ def _attempt_name(conn: Connection, number: int) -> str:
 
 def _reasons(conn: Connection, row: Row[Any], from_step: int, to_step: int) -> list[str]:
     """The decisions that were in force at some step of the window, as reasons to refuse it."""
-    query = select(decisions).where(decisions.c.run_id == row.id).order_by(decisions.c.number)
-    items = with_history(conn, [decision_item(found) for found in conn.execute(query)])
-    return reasons(items, from_step, to_step)
+    return reasons(all_decisions(conn, row.id), from_step, to_step)

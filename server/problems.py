@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
 from fp8_safeguard.server.answers import ProblemResponse
+from fp8_safeguard.server.faults import refusal
 from fp8_safeguard.server.store import StoreBusyError
 
 _LOGGER = logging.getLogger("fp8_safeguard.server")
@@ -132,9 +133,9 @@ async def _on_validation(request: Request, error: Exception) -> ProblemResponse:
         detail = "the body was not read: send it as Content-Type application/json"
         accepted = {"Accept": "application/json"}
         return respond(Problem(415, "unsupported-media-type", detail, headers=accepted), request)
-    errors = [(_pointer(tuple(fault["loc"])), str(fault["msg"])) for fault in faults]
-    detail = "; ".join(f"{pointer or 'body'}: {message}" for pointer, message in errors)
-    return respond(invalid(detail, errors), request)
+    # A body that two parameters read is wrong once.
+    errors = list(dict.fromkeys((_pointer(tuple(fault["loc"])), refusal(fault)) for fault in faults))
+    return respond(invalid("; ".join(message for _, message in errors), errors), request)
 
 
 def _is_no_json(request: Request) -> bool:

@@ -19,6 +19,7 @@ from fp8_safeguard.server import clientreports, slotlists
 from fp8_safeguard.server.answers import encode_float
 from fp8_safeguard.server.audit import plan_from
 from fp8_safeguard.server.branch import visible_rows
+from fp8_safeguard.server.decided import decided
 from fp8_safeguard.server.grid import Grid, Selection
 from fp8_safeguard.server.runlookup import find_run
 from fp8_safeguard.server.tables import samples
@@ -40,7 +41,7 @@ def readiness(
     """The report over a range of steps of the live branch; of a long one its newest steps.
 
     `from_step` and `to_step` of the answer are the first and last step that was used; `steps_used` and `steps_in_range` count
-    sampled steps. Weight matrices that the run's newest coverage calls not observed enter the summary. Raises Problem 404.
+    sampled steps, and `decided` lists what was in force or advised meanwhile. Weight matrices that the run's newest coverage calls not observed enter the summary. Raises Problem 404.
     """
     row = find_run(conn, run)
     owners = _owners(conn, row.id, from_step, to_step)
@@ -68,6 +69,7 @@ def readiness(
         "steps_in_range": len(owners),
         "summary": asdict(report.summary),
         "items": [_item(each) for each in report.rows],
+        "decided": decided(conn, row.id, min(used, default=None), max(used, default=None)),
     }
 
 

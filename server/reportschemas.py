@@ -1,6 +1,7 @@
 """JSON schemas of what reports answer: coverage and readiness."""
 
 from fp8_safeguard.monitor.coverage import STATUSES
+from fp8_safeguard.monitor.plan import DECISION_ACTIONS
 from fp8_safeguard.monitor.readings import VERDICTS
 from fp8_safeguard.monitor.slots import GEMMS
 from fp8_safeguard.server.apischemas import (
@@ -65,6 +66,19 @@ REPORT_SCHEMAS: dict[str, Schema] = {
                 },
             ),
             "items": listed(ref("ReadinessRow")),
+        },
+        {
+            "decided": listed(
+                record(
+                    "A decision that was in force at some of these steps, or advice given in them.",
+                    {"id": TEXT, "layer": TEXT, "action": one_of(DECISION_ACTIONS), "since_step": COUNT},
+                    {
+                        "cause": maybe(
+                            record("As it names it.", {"name": TEXT, "kind": TEXT, "layer": maybe(TEXT)})
+                        )
+                    },
+                )
+            )
         },
     ),
     "ReadinessRow": record(

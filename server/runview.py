@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from operator import itemgetter
 from typing import Any
 
 from sqlalchemy import Connection, Row, func, select
@@ -21,7 +22,7 @@ from fp8_safeguard.server.causes import standing_causes
 from fp8_safeguard.server.clientreports import sampling_of
 from fp8_safeguard.server.paging import DEFAULT_PAGE, decode_token, encode_token
 from fp8_safeguard.server.runlookup import find_run
-from fp8_safeguard.server.slotlists import layers_of, of_run
+from fp8_safeguard.server.slotlists import layers_of, of_run, order_of
 from fp8_safeguard.server.standing import HELD, WAITING, Standing, load_standings
 from fp8_safeguard.server.store import freshness_of
 from fp8_safeguard.server.tables import attempts, decisions, runs, samples
@@ -45,7 +46,7 @@ class Health:
     fallbacks: int
     """Layers with a GEMM in BF16 by the plan."""
     what_if: dict[str, Any] | None
-    """The oldest alert of a layer that runs in high precision and would be in trouble in FP8."""
+    """The alert of a layer that runs in high precision, on what it would show in FP8: one to act on first, then the oldest."""
     loss_alert: dict[str, Any] | None
     """The open alert on a loss that is no number."""
 
@@ -114,14 +115,15 @@ def health_of(conn: Connection, row: Row[Any]) -> Health:
     ]
     first = min(weights, default=None)
     worst = [alert for alert, weight in zip(open_alerts, weights, strict=True) if weight == first]
-    held = (alert.id for alert in found if told[alert.id].says == HELD)
+    held = [bodies[alert.id] for alert in found if told[alert.id].says == HELD]
     return Health(
         worst_alerts=tuple(bodies[alert.id] for alert in worst),
         unresolved=tuple(bodies.values()),
         severities=frozenset(told[alert.id].says for alert in open_alerts),
         waiting=tuple(bodies[alert.id] for alert in found if told[alert.id].says == WAITING),
         fallbacks=len({layer for layer, _ in fallbacks(plan)}),
-        what_if=next((bodies[number] for number in held if bodies[number].get("what_if")), None),
+        # "act" sorts before "watch"; of equals the oldest stays.
+        what_if=min((body for body in held if body.get("what_if")), key=itemgetter("severity"), default=None),
         loss_alert=next((bodies[alert.id] for alert in open_alerts if alert.rule == LOSS.rule), None),
     )
 
@@ -249,6 +251,7 @@ def detail_of(conn: Connection, row: Row[Any]) -> dict[str, Any]:
             advice=_advice(conn, row, worst_alert),
             causes=causes,
             explained=explained,
+            measured=bool(order_of(conn, row.id).layers),
         )
     )
     return {

@@ -2,7 +2,7 @@
 
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
@@ -77,11 +77,14 @@ def _listen(settings: Settings) -> tuple[socket.socket, str]:
     return listener, f"http://[{host}]:{port}" if family == socket.AF_INET6 else f"http://{host}:{port}"
 
 
-def run(settings: Settings) -> None:
-    """Serve until interrupted. Raises InsecureBindError, StoreError, and OSError where the port is taken."""
+def run(settings: Settings, introduction: Iterable[str] = ()) -> None:
+    """Serve until interrupted. Raises InsecureBindError, StoreError, and OSError where the port is taken.
+
+    introduction: lines to print before the address, once the port is there.
+    """
     server = _server(settings, "fp8-safeguard stopped")
     listener, url = _listen(settings)
-    print(f"fp8-safeguard serves {url}", flush=True)  # noqa: T201 (the address is this command's output)
+    print(*introduction, f"fp8-safeguard serves {url}", sep="\n", flush=True)  # noqa: T201 (this command's output)
     # Uvicorn stops in good order and then passes the interrupt on; that is this command's normal end.
     with listener, suppress(KeyboardInterrupt):
         server.run(sockets=[listener])

@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fp8_safeguard.dashboards.causes import CAUSES, cause_view, cause_words
+from fp8_safeguard.dashboards.decisions import deviates
 from fp8_safeguard.dashboards.metrics import format_value, metric_view
 from fp8_safeguard.monitor.nonfinite import RULE as NON_FINITE
-from fp8_safeguard.monitor.nonfinite import place_of, way_out
+from fp8_safeguard.monitor.nonfinite import place_of, way_out, when
 from fp8_safeguard.monitor.numbers import decode_number
 from fp8_safeguard.monitor.runwatch import LOSS
 from fp8_safeguard.monitor.slots import Slot
@@ -40,6 +41,8 @@ class Situation:
     """Alerts of which nothing was seen since a remedy took effect, each with `waits_since`."""
     first_step: int | None = None
     """That of the run's first sample."""
+    measured: bool = True
+    """Whether any sample holds a layer: a run of which nothing is measured is not healthy by anything seen."""
     loss: Any = None
     """The newest, as the API shows it."""
     loss_alert: Mapping[str, Any] | None = None
@@ -124,9 +127,13 @@ def _verdict(now: Situation) -> tuple[str, str]:
     if now.state == "watch" and now.waiting:
         return why_waiting(now.waiting), _UNTIL_MEASURED
     if now.state == "watch" and now.what_if is not None:
+        would_act = now.what_if["severity"] == "act"
         return (
-            f"in FP8 this would be trouble, but the layer runs in high precision: {why_alert(now.what_if)}",
-            "keep that layer in high precision when the others go to FP8",
+            f"in FP8 this would be {'trouble' if would_act else 'worth watching'}, but the layer runs in high precision: "
+            f"{why_alert(now.what_if)}",
+            "keep that layer in high precision when the others go to FP8"
+            if would_act
+            else "watch that layer when it goes to FP8 with the others",
         )
     if now.state == "fallback":
         return (
@@ -134,6 +141,8 @@ def _verdict(now: Situation) -> tuple[str, str]:
             f"{_where_cause(now)}; a gemm returns to FP8 once its numbers are healthy again",
         )
     held = f"; the plan holds {_deviations(now.plan)}" if now.plan else ""
+    if not now.measured:
+        return f"nothing was measured: no sample holds a layer{held}", _SEE_COVERAGE
     return f"every judged slot is within its thresholds{held}", "nothing to do"
 
 
@@ -164,20 +173,27 @@ def _ending(now: Situation) -> tuple[str, str]:
     if now.health == "watch" and waits:
         return f"healthy as far as it was measured: {waits}", done
     if now.health == "watch":
-        return "healthy, but layers that ran in high precision would have been in trouble in FP8", done
+        would_act = now.what_if is not None and now.what_if["severity"] == "act"
+        would = "in trouble" if would_act else "worth watching, no more,"
+        return f"healthy, but layers that ran in high precision would have been {would} in FP8", done
     if now.health == "fallback":
         return f"with its faults held by the plan: {_deviations(now.plan)}", done
-    return "healthy", done
+    held = f": the plan holds {_deviations(now.plan)}" if now.plan else ""
+    if not now.measured:
+        return f"with nothing measured: no sample holds a layer{held}", _SEE_COVERAGE
+    return f"healthy{held}", done
 
 
+_SEE_COVERAGE = (
+    "look at which layers the hooks observe, and why not the others: Guard.coverage(), or the run's page"
+)
 _LOOK = "look at its earliest alert before using what it has learnt"
 
 
 def _endings(now: Situation) -> list[str]:
     said = []
     if now.loss_alert is not None:
-        since = f"non-finite loss since step {now.loss_alert.get('first_step')}"
-        said.append(_numbered(now.loss_alert, since))
+        said.append(_numbered(now.loss_alert, f"non-finite loss{_since(now.loss_alert)}"))
     elif is_broken(now.loss):
         said.append(f"its loss is {now.loss}")
     if now.worst_alert is not None and now.worst_alert.get("rule") != LOSS.rule:
@@ -218,8 +234,7 @@ def _deviations(plan: Sequence[Mapping[str, Any]]) -> str:
     """What the plan changes, the first two layers by name."""
     names = [repr(layer) for layer in sorted({entry["layer"] for entry in plan})]
     more = f" and {len(names) - 2} more" if len(names) > 2 else ""
-    fallback = any(entry["action"] == "bf16_fallback" for entry in plan)
-    return f"{', '.join(names[:2])}{more} {'in BF16' if fallback else 'with other scales'}"
+    return f"{', '.join(names[:2])}{more} {deviates(entry['action'] for entry in plan)}"
 
 
 def why_alert(alert: Mapping[str, Any]) -> str:
@@ -229,8 +244,18 @@ def why_alert(alert: Mapping[str, Any]) -> str:
     more = f", and {others} more of its tensors" if others > 0 else ""
     if alert.get("rule") == NON_FINITE.rule and slot:
         begin = f"non-finite values begin in {place_of(Slot.from_wire(slot))}"
-        return f"{begin} at step {alert.get('first_step')}{more}"
-    return f"{_place(alert)}: {_value(alert)} since step {alert.get('first_step')}{more}"
+        return f"{begin} {_when(alert)}{more}"
+    return f"{_place(alert)}: {_value(alert)}{_since(alert)}{more}"
+
+
+def _when(alert: Mapping[str, Any]) -> str:
+    return when(int(alert["first_step"]), alert.get("clean_step"))
+
+
+def _since(alert: Mapping[str, Any]) -> str:
+    """` since step 40`; of what is NaN or Inf the last clean sample, too, where steps without a sample lie between."""
+    began = _when(alert)
+    return f" since {began.removeprefix('at ')}" if began.startswith("at ") else f", begun {began}"
 
 
 def _place(alert: Mapping[str, Any]) -> str:
@@ -302,7 +327,8 @@ def _remedy(now: Situation) -> str | None:
     if alert.get("rule") == NON_FINITE.rule and alert.get("slot"):
         live = [item["slot"] for item in alert.get("slots") or () if not item.get("over")]
         weights = any(slot.get("operand") == "w" for slot in live)
-        helps = way_out(Slot.from_wire(alert["slot"]), int(alert["first_step"]), weights=weights)
+        slot, first_step = Slot.from_wire(alert["slot"]), int(alert["first_step"])
+        helps = way_out(slot, first_step, alert.get("clean_step"), weights=weights)
         if helps:
             return f"no precision helps: {helps}"
     if alert.get("layer") is None:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 
 
@@ -112,6 +113,41 @@ def test_learned_used_shown_and_dropped(
     assert f"Baseline {number} of good-other is dropped" in cli("baseline", "drop", number, *at, "--yes").out
     assert recipes.get("/runs/good-other/baselines")["items"] == []
     assert "good-other: no baselines." in cli("baseline", "list", "good-other", "--server", recipes.url).out
+
+
+def test_an_ended_run_is_learned_from_and_nobody_promises_a_next_sample(
+    recipes: Any, cli: Callable[..., Any], at_terminal: Callable[..., Any]
+) -> None:
+    bundle = recipes.get("/runs/good/export")["samples"]
+    url = f"{recipes.url}/api/v1/runs/over"
+    for start in range(0, len(bundle), 20):
+        answer = httpx2.post(f"{url}/samples", json={"samples": bundle[start : start + 20]})
+        assert answer.status_code == 200, answer.text
+    assert httpx2.patch(url, json={"ended": True}).status_code == 200
+    at = ("--run", "over", "--server", recipes.url)
+    refused = at_terminal("n\n", "baseline", "learn", "--steps", "10:49", *at)
+    assert "over has ended. Store this baseline for it all the same?" in refused.err
+    made = cli("baseline", "learn", "--steps", "10:49", *at, "--yes")
+    assert made.code == 0, made.err
+    (item,) = recipes.get("/runs/over/baselines")["items"]
+    assert item["used"]
+    assert (
+        f"Baseline {item['id']} is stored for over, which has ended: nothing is judged by it unless"
+        in made.out
+    )
+    assert f"fp8-safeguard baseline show {item['id']} --run over --output FILE" in made.out
+    assert "next sample" not in made.out
+    assert cli("baseline", "use", str(item["id"]), *at).out == (
+        f"over is judged by baseline {item['id']}, should it go on: it has ended.\n"
+    )
+    other = cli("baseline", "learn", "--steps", "10:49", *at, "--for", "good-other", "--yes")
+    assert "judges good-other from its next sample on." in other.out
+    (left,) = recipes.get("/runs/good-other/baselines")["items"]
+    assert (
+        cli("baseline", "drop", str(left["id"]), "--run", "good-other", "--server", recipes.url, "--yes").code
+        == 0
+    )
+    assert httpx2.delete(url).status_code in (200, 204)
 
 
 @pytest.mark.parametrize(("answer", "code", "stored"), [("n\n", 1, 0), ("y\n", 0, 1)])

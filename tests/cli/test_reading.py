@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fp8_safeguard.cli.main import app
-from fp8_safeguard.cli.read import plan_line
+from fp8_safeguard.cli.read import alert_note, plan_line
 from fp8_safeguard.server.serve import running_server
 from fp8_safeguard.server.settings import Settings
 
@@ -90,6 +90,13 @@ def test_alerts_lists_the_open_alert(server: str) -> None:
     ]
 
 
+def test_an_alert_says_that_it_began_between_two_samples() -> None:
+    item = {"first_step": 40, "clean_step": 30, "occurrences": 2}
+    assert alert_note(item) == "began after step 30, the last clean sample, 2 times"
+    assert alert_note({**item, "clean_step": 39, "occurrences": 1}) == ""
+    assert alert_note({}) == ""
+
+
 @pytest.mark.parametrize(
     ("actions", "words"),
     [
@@ -121,8 +128,9 @@ def test_a_table_names_its_run_and_an_empty_one_is_a_sentence(server: str) -> No
 
 def test_serve_on_a_taken_port_names_the_way_out(server: str, tmp_path: Path) -> None:
     port = server.rsplit(":", 1)[1]
-    code, _, err = ask("serve", "--port", port, "--database-url", f"sqlite:///{tmp_path}/x.db")
-    assert code == 1
+    code, out, err = ask("serve", "--port", port, "--database-url", f"sqlite:///{tmp_path}/x.db")
+    # Nothing is promised that is not served.
+    assert (code, out) == (1, "")
     assert f"Port {port} is taken" in err
     assert "--port" in err
 

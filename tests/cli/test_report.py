@@ -10,6 +10,9 @@ from typing import Any
 import httpx2
 import pytest
 
+from fp8_safeguard.cli.decided import decided_lines
+from fp8_safeguard.cli.report import columns_of
+
 NAMES = ("blocks.0.mlp.up", 'blocks.1/a "b"\n\x1b[31m%')
 
 
@@ -141,7 +144,10 @@ def test_what_keeps_a_gemm_in_bf16_beside_its_error_stands_in_its_row(
     row = ask(cli, ready, "vanishing").out.splitlines()[2]
     assert "keep_bf16" in row
     assert "x and w vanish together" in row
-    assert "| x and w vanish together |" in ask(cli, ready, "vanishing", "--format", "markdown").out
+    assert (
+        "| outlier channels (FP8): x and w vanish together |"
+        in ask(cli, ready, "vanishing", "--format", "markdown").out
+    )
 
 
 def test_what_was_not_observed_is_named_with_its_reason_and_fails(
@@ -243,3 +249,79 @@ def test_without_a_measured_what_if_that_helps_nothing_is_advised(
     item = ask(cli, ready, f"untold-{variant}", "--json").json["items"][0]
     assert (item["alternatives"], item["best"], item["remedy"]) == (measured, None, None)
     assert f"| {said} |" in ask(cli, ready, f"untold-{variant}", "--format", "markdown").out
+
+
+@pytest.fixture(scope="module")
+def healed(service: Any) -> Any:
+    """A run whose fault a person's format holds from step 7 on: the report over all steps has the fault in it."""
+    counts = {"count": 65536, "nan": 0, "inf": 0, "amax": 4.5, "sum_sq": 65536.0, "sum_sq_q": 65540.0}
+    url = f"{service.url}/api/v1/runs/healed"
+    for step in range(14):
+        errors = [0.4 if step in (4, 5, 6) else 0.03, *[0.03] * 7]
+        applied = {"plan_version": 1, "effective_step": 7} if step >= 7 else {}
+        body = {
+            "schema": 1,
+            "attempt": {"id": "0"},
+            "group": "0",
+            "step": step,
+            "mode": "advise",
+            "slots": [{"index": n, "layer": f"layers.{n}", "gemm": "fprop"} for n in range(8)],
+            "columns": {
+                **{name: [value] * 8 for name, value in counts.items()},
+                **{name: [None] * 8 for name in ("zeros", "underflow", "saturated")},
+                "sum_sq_err": [65536.0 * error**2 for error in errors],
+            },
+            **applied,
+        }
+        answer = httpx2.post(f"{url}/samples", json=body)
+        assert answer.status_code == 200, answer.text
+        if step == 6:
+            wish = {
+                "layer": "layers.0",
+                "target": {"operand": "x", "layout": "row"},
+                "action": "format",
+                "value": "e5m2",
+            }
+            assert httpx2.put(f"{url}/pins", json=wish).status_code == 200
+    return service
+
+
+def test_a_report_of_a_healed_run_says_what_holds_it_and_which_steps_show_that(
+    healed: Any, cli: Callable[..., Any]
+) -> None:
+    said = ask(cli, healed, "healed")
+    assert "keep_bf16" in said.out
+    (line,) = (line for line in said.out.splitlines() if line.startswith("decided meanwhile"))
+    (made,) = healed.get("/runs/healed/plan")["entries"]
+    assert line == (
+        f"decided meanwhile: 'layers.0' in other formats from step 7 on ({made['decision_id']}); the verdicts count the steps "
+        "before that, too, and --from-step 7 leaves those out"
+    )
+    later = ask(cli, healed, "healed", "--from-step", "7")
+    assert later.out.startswith("healed: ready for FP8\n")
+    decided = healed.get("/runs/healed/readiness")["decided"]
+    assert [(item["layer"], item["action"], item["since_step"], item["cause"]) for item in decided] == [
+        ("layers.0", "format", 7, None)
+    ]
+    assert healed.get("/runs/healed/readiness", to_step=6)["decided"] == []
+
+
+def test_the_cause_of_a_report_is_the_one_that_status_names() -> None:
+    cause = {"name": "outlier-channels", "kind": "fp8", "layer": "a"}
+    found = {
+        "decided": [
+            {"id": f"r-{n}", "layer": "a", "action": action, "since_step": 200 + n, "cause": cause}
+            for n, action in enumerate(("format", "format", "scale_multiplier", "bf16_fallback", "advice"))
+        ]
+    }
+    told = columns_of(found)["cause"]
+    bad = {"layer": "a", "verdict": "keep_bf16", "cause": "x and w vanish together"}
+    assert told(bad) == "outlier channels (FP8): x and w vanish together"
+    assert told({**bad, "cause": ""}) == "outlier channels (FP8)"
+    assert told({**bad, "verdict": "safe", "cause": ""}) == ""
+    assert told({**bad, "layer": "b"}) == "x and w vanish together"
+    assert list(decided_lines(found)) == [
+        "decided meanwhile, because of outlier channels (FP8): 'a' in BF16 and in other formats and with other scales from step "
+        "203 on (r-0, r-1, r-2 and 1 more); the verdicts count the steps before that, too, and --from-step 203 leaves those out"
+    ]
+    assert list(decided_lines({})) == []

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from rich.cells import cell_len
 
 from fp8_safeguard.cli.output import Columns, table_lines
 
@@ -49,3 +50,20 @@ def test_an_empty_cell_is_a_dash_and_an_empty_table_its_header() -> None:
     items = [{"layer": "a"}, {"layer": "long name", "note": "x\ty"}]
     assert table_lines("t", items, columns) == ["t", "layer      note", "a          -", "long name  x\\ty"]
     assert table_lines("t", [], columns) == ["t", "layer  note"]
+
+
+def test_a_name_of_wide_letters_moves_no_column_and_one_of_spaces_makes_none() -> None:
+    columns: Columns = {"layer": lambda item: item["layer"], "note": lambda item: "here"}
+    names = ["層", "e\u0301", "abcd", " ", "a   b", " x "]
+    lines = table_lines("t", [{"layer": name} for name in names], columns)[1:]
+    assert [re.split(r" {2,}", line) for line in lines[1:]] == [
+        ["層", "here"],
+        ["e\u0301", "here"],
+        ["abcd", "here"],
+        [r"\x20", "here"],
+        [r"a \x20\x20b", "here"],
+        [r"\x20x\x20", "here"],
+    ]
+    assert {cell_len(line.partition("here")[0]) for line in lines[1:]} == {
+        cell_len(lines[0].partition("note")[0])
+    }

@@ -57,6 +57,15 @@ def test_an_alert_that_waits_says_so_and_comes_after_those_in_breach() -> None:
     assert (held.standing, held.remarks) == ("held", ())
 
 
+@pytest.mark.parametrize(
+    ("clean", "remarks"),
+    [(197, ("began after step 197, the last clean sample",)), (206, ()), (None, ())],
+)
+def test_what_began_between_two_samples_says_so(clean: int | None, remarks: tuple[str, ...]) -> None:
+    (row,) = alert_rows([alert(rule="non-finite", clean_step=clean)])
+    assert row.remarks == remarks
+
+
 def test_what_needs_somebody_comes_first_and_what_is_over_last() -> None:
     rows = alert_rows(
         [

@@ -63,13 +63,13 @@ def test_b13_a_matrix_that_was_never_measured_says_no_data() -> None:
         (
             SAMPLING,
             "One step in 40 is sampled. "
-            "8 of 32 layers are measured in full in each sample, in turn; of the others one block in 17 is read. "
+            "8 of 32 observed layers are measured in full in each sample, in turn; of the others one block in 17 is read. "
             "Every observed layer is measured in full within 160 steps. "
             "It takes 0.93 % of the training time; the budget is 1 %.",
         ),
         (
             {"every": 1, "layers_per_sample": 32, "layers": 32, "tile_stride": 1, "overhead_ratio": 0.2},
-            "Every step is sampled. All 32 layers are measured in full in each sample. "
+            "Every step is sampled. All 32 observed layers are measured in full in each sample. "
             "It takes 20 % of the training time.",
         ),
         ({"budget": 0.02}, "It may take 2 % of the training time."),
@@ -86,6 +86,23 @@ def test_b13_a_matrix_that_was_never_measured_says_no_data() -> None:
 )
 def test_sampling_in_words(sampling: dict[str, Any], words: str) -> None:
     assert sampling_words(sampling) == words
+
+
+@pytest.mark.parametrize(
+    ("layers", "words"),
+    [
+        (
+            9,
+            "All 9 observed layers are measured in full in each sample. The 12 above counts weight matrices, the 9 here",
+        ),
+        (12, "All 12 observed layers are measured in full in each sample."),
+    ],
+)
+def test_two_counts_that_differ_say_what_each_counts(layers: int, words: str) -> None:
+    counts = {"observed": 12, "adapted": 0, "not observed": 2}
+    said = coverage_view(counts, [], {"layers_per_sample": layers, "layers": layers}).sampling
+    assert said.startswith(words)
+    assert ("counts weight matrices" in said) == (layers == 9)
 
 
 def text_of(url: str, run: str) -> str:

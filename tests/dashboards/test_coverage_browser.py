@@ -54,7 +54,7 @@ def test_the_section_appears_and_is_opened_and_closed_by_key_at_any_width(
     section = page.locator(SECTION)
     assert section.get_attribute("open") is not None
     assert "2 of 3 weight matrices observed, 1 by an adapter" in section.locator("summary").text_content()
-    assert "One step in 40 is sampled. 8 of 32 layers are measured in full" in section.text_content()
+    assert "One step in 40 is sampled. 8 of 32 observed layers are measured in full" in section.text_content()
     assert [text.strip() for text in section.locator(".matrix-status").all_text_contents()] == [
         "not observed",
         "adapted",

@@ -152,3 +152,52 @@ def test_one_poisoned_update_leaves_the_blame_with_the_gradient_that_it_was_made
     assert (alert.to_wire()["layer"], alert.to_wire()["first_step"]) == ("blocks.1.o", 30)
     assert asked(decisions) == [("blocks.1.o", "layer", "advice")]
     assert "go back to a checkpoint before step 30" in decisions[0].reason
+
+
+SPARSE = "between step 30 (last clean sample) and step 40"
+
+
+def _weight(layer: str) -> dict[tuple[str, str], dict[str, int]]:
+    return {(layer, "w tile"): {"nan": 5}}
+
+
+def test_what_began_between_two_samples_is_not_told_as_the_next_samples_own(
+    slots: Any, observation: Any, follow: Any
+) -> None:
+    state, _ = follow(observation(at, slots) for at in (20, 30))
+    assert state == PolicyState.from_dict(state.to_dict())
+    state, decisions = follow([observation(at, slots, _weight(LATER)) for at in (40, 50)], state=state)
+    assert decisions[0].reason == (
+        f"5 non-finite values begin in the weight of layer 'blocks.2.qkv' {SPARSE}; no precision helps: "
+        "the weight of layer 'blocks.2.qkv' holds them: go back to a checkpoint of step 30 or earlier"
+    )
+    cause = decisions[0].evidence["cause"]
+    assert SPARSE in cause["summary"]
+    assert cause["advice"].endswith("a checkpoint of step 30 or earlier")
+    (alert,) = state.alerts.values()
+    assert (alert.to_wire()["first_step"], alert.to_wire()["clean_step"]) == (40, 30)
+    assert "clean_step" not in alert.to_wire()["slots"][0]
+    assert PolicyState.from_dict(state.to_dict()) == state
+
+
+@pytest.mark.parametrize("name", ["loss", "gradient_norm"])
+def test_a_sample_whose_loss_or_norm_is_no_number_is_not_clean(
+    slots: Any, observation: Any, follow: Any, name: str
+) -> None:
+    steps = [observation(20, slots, run={name: 2.0}), observation(30, slots, run={name: math.inf})]
+    state, _ = follow([*steps, observation(40, slots, _weight(FIRST), run={name: 2.0})])
+    (alert,) = (alert for alert in state.alerts.values() if alert.rule == "non-finite")
+    assert (alert.first_step, alert.clean_step, state.clean_step) == (40, 20, 20)
+
+
+def test_samples_of_every_step_leave_nothing_open(slots: Any, observation: Any, follow: Any) -> None:
+    state, _ = follow([observation(39, slots), observation(40, slots, _weight(LATER))])
+    _, decisions = follow([observation(41, slots, _weight(LATER))], state=state)
+    assert "'blocks.2.qkv' at step 40;" in decisions[0].reason
+    assert decisions[0].reason.endswith("go back to a checkpoint before step 40")
+
+
+def test_another_fault_has_no_last_clean_sample(slots: Any, observation: Any, follow: Any) -> None:
+    ill = {(LATER, "fprop"): {"error": 0.5}}
+    state, _ = follow([observation(0, slots), observation(10, slots, ill), observation(20, slots, ill)])
+    assert {alert.clean_step for alert in state.alerts.values()} == {None}

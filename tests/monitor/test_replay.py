@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fp8_safeguard.monitor.baseline import learn
-from fp8_safeguard.monitor.inforce import in_force
+from fp8_safeguard.monitor.inforce import in_force, reasons
 from fp8_safeguard.monitor.observation import StepObservation
 from fp8_safeguard.monitor.policy import PolicyConfig
 from fp8_safeguard.monitor.policyfile import PolicyFileError, policy_from
@@ -215,6 +215,10 @@ def decision(
     }
 
 
+def act(what: str, step: int) -> dict[str, Any]:
+    return {"what": what, "step": step}
+
+
 @pytest.mark.parametrize(
     ("items", "held"),
     [
@@ -233,7 +237,31 @@ def decision(
         ([decision(1, 10, state="reverted")], ["r-1"]),
         ([decision(1, 10, state="expired")], []),
         ([decision(1, 10, state="expired", history=[{"what": "sent", "step": 10}, {"what": "expired", "step": 120}])], ["r-1"]),
+        # A person's word holds nothing of the steps before it, whatever the evidence is of.
+        ([decision(1, 10, state="approved", history=[act("proposed", 10), act("approved", 300)])], []),
+        ([decision(1, 10, state="approved", history=[act("proposed", 10), act("approved", 150)])], ["r-1"]),
+        ([decision(1, 10, effective_step=230, history=[act("approved", 150), act("applied", 230)])], []),
+        # Taken back before the trainer had it, and after.
+        ([decision(1, 10, state="reverted", history=[act("approved", 60), act("reverted", 60)])], []),
+        ([decision(1, 10, state="reverted", effective_step=62, history=[act("approved", 60), act("reverted", 61)])], []),
+        ([decision(1, 10, state="reverted", effective_step=102, history=[act("approved", 60), act("reverted", 61)])], ["r-1"]),
     ],
 )  # fmt: skip
 def test_decisions_in_force_between_steps_100_and_200(items: list[dict[str, Any]], held: list[str]) -> None:
     assert [item["id"] for item in in_force(list(reversed(items)), 100, 200)] == held
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        (decision(1, 10, effective_step=13), "was in force from step 13"),
+        (decision(1, 10, state="expired", history=[act("sent", 10)]), "was in force from step 11"),
+        (
+            decision(1, 10, state="approved", history=[act("approved", 120)]),
+            "was decided to hold from step 121, and the trainer has not said since when it does",
+        ),
+    ],
+)
+def test_why_a_window_is_no_healthy_one(made: dict[str, Any], words: str) -> None:
+    (reason,) = reasons([made], 0, 200)
+    assert reason.startswith(f"decision r-1 (bf16_fallback of a) {words}; choose steps before it")

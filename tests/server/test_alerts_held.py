@@ -142,6 +142,32 @@ def test_a_layer_in_high_precision_is_not_unstable_for_what_fp8_would_do(
     assert "would have been in trouble in FP8" in client.get(API).json()["verdict"]["why"]
 
 
+def test_what_would_only_be_watched_in_fp8_is_called_no_trouble(client: TestClient, post: Any) -> None:
+    marks = {(layer, gemm): {"emulated": True} for layer in (BAD, "blocks.1.mlp") for gemm in GEMMS}
+    lost: Ill = {X_ROW: {"underflow": 400, "zeros": 400}}
+    for step in range(3):
+        post(step, lost, marks=marks)
+    item = post.one()
+    assert (item["severity"], item["state"], item["what_if"]) == ("watch", "held", True)
+    verdict = client.get(API).json()["verdict"]
+    assert verdict["why"].startswith(
+        "in FP8 this would be worth watching, but the layer runs in high precision: 'blocks.0.mlp' x row"
+    )
+    assert verdict["next"] == "watch that layer when it goes to FP8 with the others"
+    client.patch(API, json={"ended": True})
+    assert "would have been worth watching, no more, in FP8" in client.get(API).json()["verdict"]["why"]
+    # Of several the one that would be trouble speaks, however young it is.
+    for step in (3, 4):
+        post(step, lost | {("blocks.1.mlp", "dgrad"): off(0.5)}, marks=marks)
+    assert (
+        client.get(API)
+        .json()["verdict"]["why"]
+        .startswith(
+            "in FP8 this would be trouble, but the layer runs in high precision: 'blocks.1.mlp' dgrad"
+        )
+    )
+
+
 def test_precision_is_unknown_where_the_wire_cannot_tell(client: TestClient, post: Any) -> None:
     marks = {(BAD, gemm): {"emulated": True} for gemm in ("dgrad", "wgrad")}
     post(0, {(BAD, "fprop"): off(0.036)}, marks=marks)

@@ -66,3 +66,13 @@ def test_b95_the_newest_step_that_has_a_loss_is_the_one_that_is_shown(client: Te
     post(1, groups=2, group="0", run={"loss": 1.5})
     run = client.get(API).json()
     assert (run["loss"], run["gradient_norm"], run["learning_rate"]) == (2.0, 7.0, None)
+
+
+def test_the_badge_of_a_cause_follows_a_weight_that_holds_it_by_now(client: TestClient, post: Any) -> None:
+    result = {("blocks.1.mlp", "fprop"): {"nan": 3}}
+    kinds = []
+    for step, ill in enumerate([{}, result, result, {**result, ("blocks.1.mlp", "w tile"): {"nan": 1}}]):
+        post(step, ill, mode="enforce")
+        kinds.append([cause["kind"] for cause in client.get(API).json()["causes"]])
+    assert kinds == [[], [], ["fp8"], ["not-fp8"]]
+    assert client.get(API).json()["verdict"]["next"].endswith("go back to a checkpoint before step 1")

@@ -48,6 +48,28 @@ def test_how_a_run_ended_is_kept_apart_from_its_silence(client: TestClient, post
     )
 
 
+@pytest.mark.parametrize(
+    ("entries", "words"),
+    [
+        ([("format", "e5m2")], "in other formats"),
+        ([("scale_multiplier", 0.5)], "with other scales"),
+        ([("format", "e5m2"), ("scale_multiplier", 0.5)], "in other formats and with other scales"),
+    ],
+)
+def test_a_healthy_end_that_the_plan_holds_says_so(
+    client: TestClient, post: Any, entries: list[tuple[str, Any]], words: str
+) -> None:
+    post(0, mode="advise")
+    for operand, (action, value) in zip("wx", entries, strict=False):
+        target = {"operand": operand, "layout": "tile" if operand == "w" else "row"}
+        pin = {"layer": "blocks.2.mlp", "target": target, "action": action, "value": value}
+        assert client.put(f"{API}/pins", json=pin).status_code == 200
+    client.patch(API, json={"ended": True})
+    assert client.get(API).json()["verdict"]["why"] == (
+        f"ended healthy: the plan holds 'blocks.2.mlp' {words}; last sample at step 0"
+    )
+
+
 def test_a_run_that_ended_in_trouble_says_so(client: TestClient, post: Any) -> None:
     post(0, error=0.5, mode="observe")
     client.patch(API, json={"ended": True})
@@ -107,6 +129,25 @@ def test_a_run_that_died_does_not_look_fine_after_its_end(client: TestClient, do
     )
     assert why.endswith(f", alert {number['non-finite']}; last sample at step 32")
     assert detail["verdict"]["next"] == WAY_OUT
+
+
+def test_what_began_between_samples_asks_for_a_checkpoint_of_the_last_clean_one(
+    client: TestClient, documents: Any
+) -> None:
+    slots = documents.slots(2)
+    for step in (20, 30, 40, 50):
+        ill = [step > 30 and slot.get("operand") == "w" for slot in slots]
+        values = [documents.values(slot, nan=int(bad)) for slot, bad in zip(slots, ill, strict=True)]
+        body = documents.sample(step, slots, values, run={"loss": "NaN" if step > 30 else 2.5})
+        assert client.post(f"{API}/samples", json=body).status_code == 200
+    verdict = client.get(API).json()["verdict"]
+    began = "between step 30 (last clean sample) and step 40"
+    assert verdict["why"].startswith(f"non-finite values begin in the weight of layer 'blocks.0.mlp' {began}")
+    assert verdict["next"].endswith("go back to a checkpoint of step 30 or earlier")
+    client.patch(API, json={"ended": True})
+    assert (
+        f"ended unstable: non-finite loss, begun {began}, alert " in client.get(API).json()["verdict"]["why"]
+    )
 
 
 def test_a_loss_that_is_no_number_is_a_bad_end_without_any_alert(client: TestClient, documents: Any) -> None:
