@@ -98,11 +98,13 @@ class SampleBuilder:
     def build(self, record: StepRecord) -> Sample:
         """The sample of a step; the same object each time. Waits for the device, so the sender calls it."""
         if record.sample is None:
-            record.sample = self._build(record)
+            sample = self._build(record)
             try:
-                self.flags.look(record.sample)
+                self.flags.look(sample)
             except Exception as error:
                 self._once.failure("looking for breaches", error)
+            # Only now: whoever finds it finds the flags that it led to.
+            record.sample = record.sample or sample
         return record.sample
 
     def part(self, record: StepRecord) -> Sample:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -196,6 +197,22 @@ class TestBounds:
             step(model, seed=seed)
             seen.append(whole_layers(read(guard)))
         assert seen == [{"1"}] * flags.FLAG_SAMPLES + [set()] * 2
+
+    def test_a_sample_that_is_there_has_led_to_its_flags(
+        self, watch: Watch, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The sender and the trainer may build it at once: the second must not go on with flags that are a sample old."""
+        model = small_layers(1)
+        guard = watch(model, recompute=0)
+        step(model)
+        assert guard.last_sample() is not None
+        session, seen = guard._session, []
+        assert session.last is not None
+        record = dataclasses.replace(session.last, sample=None)
+        monkeypatch.setattr(session.builder.flags, "look", lambda sample: seen.append(record.sample))
+        built = session.builder.build(record)
+        assert seen == [None]
+        assert record.sample is built
 
     def test_what_begins_in_the_middle_of_a_step_waits_for_the_next(self, watch: Watch, read: Read) -> None:
         """All micro-batches of a step are measured alike, and x is there for the wgrad that is asked for."""
