@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from fp8_safeguard import hooks
+from fp8_safeguard.hooks.notices import TRAINER
 from fp8_safeguard.kernels import Fp8GroupedLinear, Fp8Linear
 from fp8_safeguard.monitor.plan import Plan, PlanEntry
 from fp8_safeguard.trainer import smoothing
@@ -18,9 +19,6 @@ from fp8_safeguard.trainer.config import TrainConfig
 from fp8_safeguard.trainer.model import LanguageModel
 
 logger = logging.getLogger("fp8_safeguard")
-
-TRAINER = "trainer"
-"""The layer name of scalars about the training loop itself."""
 
 
 def _runs_in_fp8(module: nn.Module, name: str) -> bool:

@@ -166,7 +166,7 @@ struct Columns {
 
 // What pieces say to the whole.
 struct Told {
-  std::atomic<bool> failed{false};
+  std::atomic<bool> lost{false}, failed{false};  // for want of memory: statistics, the product
   std::atomic<int32_t> most{0};                  // the largest bits of the weight
   std::atomic<int64_t> statistics{0}, product{0}; // nanoseconds
   void see(int32_t bits) {
@@ -216,11 +216,16 @@ int measure(const Use &use, int level, int gemm_level) {
   Columns sums(product ? columns : 0, reads_twice ? BLOCK : STRIP_COLUMNS, reads_twice ? weight.stripes : 4 * team.threads);
   Columns products(product && emulated.wanted() ? columns : 0, BLOCK, team.threads);
   Told told;
-  auto weigh = [&](int64_t stripe) {
+  auto look = [&](const Striped &matrix, int64_t stripe) {
     ExactSubnormals of_this_thread;
     Stopwatch watch(told.statistics);
-    weight.measure(stripe, level);
+    try {
+      matrix.measure(stripe, level);
+    } catch (const std::bad_alloc &) {
+      told.lost = true;
+    }
   };
+  auto weigh = [&](int64_t stripe) { look(weight, stripe); };
   auto multiply = [&](int64_t index) {
     ExactSubnormals of_this_thread;
     Stopwatch watch(told.product);
@@ -236,15 +241,11 @@ int measure(const Use &use, int level, int gemm_level) {
   if (!reads_twice) team.share(weight.stripes, weigh);
   if (products.count) emulated.prepare(level);
   team.share(operand.stripes + products.count + sums.count, [&](int64_t index) {
-    if (index >= operand.stripes) {
-      multiply(index - operand.stripes);
-      if (reads_twice) weigh(index - operand.stripes);
-      return;
-    }
-    ExactSubnormals of_this_thread;
-    Stopwatch watch(told.statistics);
-    operand.measure(index, level);
+    if (index < operand.stripes) return look(operand, index);
+    multiply(index - operand.stripes);
+    if (reads_twice) weigh(index - operand.stripes);
   });
+  if (told.lost) throw std::bad_alloc();
   operand.add_up(), weight.add_up();
   bool judged = product && !told.failed && product->holds(told.most);
   if (judged) {
