@@ -2,7 +2,7 @@
 #include "exact.h"
 #include "gemm.h"
 #if defined(FP8_HAS_AMX)
-#pragma GCC target("amx-tile,amx-bf16,avx512f,avx512bw,avx512dq,avx512vl,fma,prefer-vector-width=512")
+#pragma GCC target("amx-tile,amx-bf16,avx512f,avx512bw,avx512vbmi,avx512dq,avx512vl,fma,prefer-vector-width=512")
 #pragma GCC optimize("fp-contract=off")
 #define FP8_AMX
 #define FP8_ISA fp8_amx

@@ -38,14 +38,15 @@ void gemm(const GemmJob &job);
 
 namespace {
 
-// Whether the processor has bfloat16 tiles and Linux lets this process use them. A process asks once
+// Whether the processor has bfloat16 tiles (and permutes bytes, as all that have them do) and Linux lets this process use
+// them. A process asks once
 // (Documentation/arch/x86/xstate.rst).
 bool tiles_allowed() {
 #if defined(FP8_HAS_AMX)
-  constexpr unsigned BF16 = 1u << 22, TILE = 1u << 24;
+  constexpr unsigned VBMI = 1u << 1, BF16 = 1u << 22, TILE = 1u << 24;
   constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
   unsigned eax, ebx, ecx, edx;
-  if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) || !(edx & BF16) || !(edx & TILE)) return false;
+  if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) || !(ecx & VBMI) || !(edx & BF16) || !(edx & TILE)) return false;
   return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
 #else
   return false;

@@ -33,7 +33,7 @@ typedef int64_t Longs __attribute__((vector_size(4 * LANES)));
 #define FP8_INLINE static inline __attribute__((always_inline))
 #define FP8_INLINE_MEMBER inline __attribute__((always_inline))
 
-FP8_INLINE Floats splat(float value) { return Floats{} + value; }
+FP8_INLINE Floats splat(float value) { return value - Floats{}; } // a zero added would make a sum of it: -0 + 0 is 0
 FP8_INLINE Ints splat(int32_t value) { return Ints{} + value; }
 
 FP8_INLINE double larger(double a, double b) { return a > b ? a : b; }

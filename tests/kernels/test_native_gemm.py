@@ -97,6 +97,56 @@ def test_every_instruction_set_gives_the_same_bits(
     assert torch.isfinite(ours[3:, 3:]).all()
 
 
+class TestFewRows:
+    """Up to 64 rows times codes that lie across k, as the emulated gradients of sampled rows are."""
+
+    @pytest.mark.parametrize("rows", [1, 32, 33, 64, 65])
+    @pytest.mark.parametrize(
+        ("columns", "depth"),
+        [(1, 1), (32, 128), (96, 300), (70, 96), (257, 33), (40, 32 * 128), (40, 40 * 128)],
+    )
+    def test_same_bits_as_without_tiles(
+        self, rows: int, columns: int, depth: int, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """All codes of both formats."""
+        for a_fmt, b_fmt in (("e5m2", "e4m3"), ("e4m3", "e5m2")):
+            a = coded(*codes_and_scales(rows, depth, generator), fmt=a_fmt)
+            b_codes, b_scale = codes_and_scales(columns, depth, generator)
+            b = coded(strided(b_codes, "turned"), b_scale, fmt=b_fmt)
+            ours = native_gemm.gemm_nt(a, b, torch.float32)
+            with monkeypatch.context() as patch:
+                use(0, patch)
+                plain = native_gemm.gemm_nt(a, b, torch.float32)
+            assert torch.equal(ours.nan_to_num(7.0, 8.0, 9.0), plain.nan_to_num(7.0, 8.0, 9.0))
+            assert ours.isfinite().any()
+
+    def test_scales_that_need_float64_in_some_columns(self, generator: torch.Generator) -> None:
+        small = [
+            torch.randint(0, 16, (size, 256), generator=generator, dtype=torch.uint8) for size in (64, 160)
+        ]
+        b_scale = torch.ones(160, 2)
+        b_scale[70:75] = 2.0**-149
+        a, b = coded(small[0], torch.full((64, 2), 2.0**100)), coded(strided(small[1], "turned"), b_scale)
+        assert_close(native_gemm.gemm_nt(a, b, torch.float32), exact(a), exact(b), quanta=1)
+
+    def test_out_gets_nothing_beyond_its_edges(self, generator: torch.Generator) -> None:
+        a, b = quantize(wide(33, 128, generator)), quantize(wide(40, 128, generator))
+        b = coded(strided(b.data.view(torch.uint8), "turned"), b.scale)
+        out = torch.zeros(40, 64)
+        native_gemm.gemm_nt(a, b, torch.float32, out[:33, :40])
+        assert_close(out[:33, :40], exact(a), exact(b))
+        assert not out[33:].any()
+        assert not out[:, 40:].any()
+
+
+def codes_and_scales(rows: int, depth: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Any codes, NaN and Inf of either format in the last of several rows alone; scales by row and block."""
+    codes = torch.randint(0, 256, (rows, depth), generator=generator, dtype=torch.uint8)
+    finite = codes[: max(1, rows - 1)]
+    finite[finite & 0x7F >= 0x7C] = 0x7B
+    return codes, torch.rand(rows, -(-depth // 128), generator=generator) + 0.1
+
+
 def test_nan_spoils_its_row_only(generator: torch.Generator) -> None:
     x = wide(5, 200, generator)
     x[2, 150] = float("inf")
