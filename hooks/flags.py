@@ -6,19 +6,18 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fp8_safeguard.hooks.layers import ObservedLayer, Part
-from fp8_safeguard.monitor.columns import StatsTable, empty_column
-from fp8_safeguard.monitor.history import History
-from fp8_safeguard.monitor.metrics import ALL_COLUMNS
+from fp8_safeguard.monitor.history import METRICS_KEPT, History
 from fp8_safeguard.monitor.nonfinite import find_origin
-from fp8_safeguard.monitor.signals import Measures, SlotList, compile_slots, find_breaches, history_values
-from fp8_safeguard.monitor.thresholds import get_preset
+from fp8_safeguard.monitor.signals import Measures, SlotList, compile_slots, find_breaches, may_breach
+from fp8_safeguard.monitor.thresholds import Preset, get_preset
 from fp8_safeguard.monitor.wire import Sample
 
 FLAG_SAMPLES = 3
@@ -75,10 +74,14 @@ class Flags:
     """
 
     def __init__(self, layers: Sequence[ObservedLayer], thresholds: str) -> None:
-        self._preset = get_preset(thresholds)
+        self._preset = _judged_alone(get_preset(thresholds))
         self._slots = [layer.slots[part] for layer in layers for part in Part]
         self._names = frozenset(layer.name for layer in layers)
-        self._empty = {name: empty_column(name, 2 * len(self._slots)) for name in ALL_COLUMNS}
+        gemms = [index for index, slot in enumerate(self._slots) if slot.gemm is not None]
+        self._gemms = np.array(gemms, dtype=np.intp)
+        """Those of the slots that are a GEMM's: only they have a history."""
+        self._gemm_keys = [self._slots[index].key for index in gemms]
+        self._gemm_layers = [self._slots[index].layer for index in gemms]
         self._compiled: dict[tuple[str | None, ...], SlotList] = {}
         self._history = History()
         self._looked_at: int | None = None
@@ -124,7 +127,8 @@ class Flags:
                 return
             self._looked_at = sample.step
             ranks = {**self._revisited(), **self._in_breach(sample)}
-            self._update(ranks, {slot.layer for slot in sample.slots})
+            if ranks or self._flagged:
+                self._update(ranks, {slot.layer for slot in sample.slots})
 
     def hear(self, reply: Mapping[str, Any]) -> None:
         """Flag the layers that the server's alerts and decisions name, and remember those that a plan changes."""
@@ -176,23 +180,33 @@ class Flags:
     def _in_breach(self, sample: Sample) -> dict[str, _Rank]:
         """How bad each layer is that is beyond a level, by the rules that the server has too."""
         found: dict[str, _Rank] = {}
-        counts = sample.table.derive("nonfinite_count")
-        origin = find_origin(sample.slots, sample.indices, counts)
-        if origin is not None:
-            # Downstream of it everything is non-finite; only where it begins there is something to learn.
-            found[origin.slot.layer] = _WORST
-        measures = Measures(self._placed(sample))
+        if np.count_nonzero(sample.columns["nan"]) or np.count_nonzero(sample.columns["inf"]):
+            counts = sample.table.derive("nonfinite_count")
+            origin = find_origin(sample.slots, sample.indices, counts)
+            if origin is not None:
+                # Downstream of it everything is non-finite; only where it begins there is something to learn.
+                found[origin.slot.layer] = _WORST
+        measures, measured_at = Measures(sample.table), self._measured_at(sample)
         compiled = self._slot_list(sample)
-        values = history_values(compiled, measures)
-        values[~compiled.is_gemm] = np.nan  # a jump of amax or kurtosis is never FP8's fault
-        medians = self._history.medians(compiled.keys)
-        breaches = find_breaches(compiled, measures, medians)
-        for breach in breaches:
-            rank = (breach.severity == "act", breach.instant, breach.excess)
-            found[breach.layer] = max(found.get(breach.layer, rank), rank)
-        calm = np.array([slot.layer not in found for slot in self._slots], dtype=bool)
-        self._history = self._history.added(compiled.keys, values, np.stack([calm, calm], axis=1))
+        if may_breach(compiled, measures, measured_at):
+            for breach in find_breaches(compiled, measures, self._medians(), measured_at):
+                rank = (breach.severity == "act", breach.instant, breach.excess)
+                found[breach.layer] = max(found.get(breach.layer, rank), rank)
+        self._remember(np.append(measures["relative_error"], np.nan)[measured_at[2 * self._gemms]], found)
         return found
+
+    def _medians(self) -> NDArray[np.float64]:
+        """Of each slot of the model, and two metrics; NaN but for the GEMMs."""
+        medians = np.full((len(self._slots), METRICS_KEPT), np.nan)
+        medians[self._gemms] = self._history.medians(self._gemm_keys)
+        return medians
+
+    def _remember(self, errors: NDArray[np.float64], found: Collection[str]) -> None:
+        """Errors of the GEMMs, for the medians of those that are in no breach."""
+        values = np.full((len(errors), METRICS_KEPT), np.nan)
+        values[:, 0] = errors
+        calm = np.array([[layer not in found] for layer in self._gemm_layers], dtype=bool)
+        self._history = self._history.added(self._gemm_keys, values, calm)
 
     def _slot_list(self, sample: Sample) -> SlotList:
         """Places of all slots, whatever this sample holds: the list stays the same while the formats do."""
@@ -208,21 +222,14 @@ class Flags:
             self._compiled = {key: compile_slots(both, self._preset)}
         return self._compiled[key]
 
-    def _placed(self, sample: Sample) -> StatsTable:
-        """The sample's real slots at their places [F]; everything is null elsewhere."""
-        large = sample.columns["count"] >= MIN_COUNT
-        taken = [
-            (position, 2 * index + (slot.expert is not None))
-            for position, (slot, index) in enumerate(zip(sample.slots, sample.indices, strict=True))
-            if slot.variant is None and large[position]
-        ]
-        source, place = np.array(taken, dtype=np.intp).reshape(-1, 2).T
-        columns, nulls = {}, {}
-        for name, (empty, absent) in self._empty.items():
-            columns[name], nulls[name] = empty.copy(), absent.copy()
-            columns[name][place] = sample.columns[name][source]
-            nulls[name][place] = sample.nulls[name][source]
-        return StatsTable(columns, nulls)
+    def _measured_at(self, sample: Sample) -> NDArray[np.intp]:
+        """Which slot of the sample stands at each place [F]; one behind its last where none does."""
+        large = (sample.columns["count"] >= MIN_COUNT).tolist()
+        sources = [len(large)] * (2 * len(self._slots))
+        for position, (slot, index) in enumerate(zip(sample.slots, sample.indices, strict=True)):
+            if slot.variant is None and large[position]:
+                sources[2 * index + (slot.expert is not None)] = position
+        return np.array(sources, dtype=np.intp)
 
 
 class AgreedFlags(Flags):
@@ -257,6 +264,12 @@ class AgreedFlags(Flags):
         step = self._step()
         held = [each for each in self._agreed if each[0] <= step]
         return held[-1] if held else (0, (), frozenset())
+
+
+def _judged_alone(preset: Preset) -> Preset:
+    """Without the rules that only hold an operand against its own median: a jump of amax or kurtosis is never FP8's fault."""
+    relative = [rule for rule in preset.rules if rule.operand and rule.watch is None and rule.act is None]
+    return replace(preset, rules=tuple(rule for rule in preset.rules if rule not in relative))
 
 
 def _wait(looks: int) -> int:

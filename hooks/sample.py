@@ -7,9 +7,9 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,13 +25,20 @@ from fp8_safeguard.hooks.settings import Options
 from fp8_safeguard.hooks.values import Number
 from fp8_safeguard.monitor.nonfinite import WGRAD_NORM
 from fp8_safeguard.monitor.slots import Slot
-from fp8_safeguard.monitor.stats import COLUMNS, COUNT_COLUMNS, HISTOGRAM, VECTOR_LENGTH
+from fp8_safeguard.monitor.stats import ALL_COLUMNS, COLUMNS, COUNT_COLUMNS, HISTOGRAM
 from fp8_safeguard.monitor.wire import Attempt, Sample
 
 logger = logging.getLogger("fp8_safeguard")
 
 Vector = NDArray[np.float64]
 
+
+# Columns of a table [S, V]: the counts come first, the histogram last.
+_COUNTS = slice(0, len(COUNT_COLUMNS))
+_SUMS = slice(len(COUNT_COLUMNS), len(COLUMNS))
+_BINS = slice(len(COLUMNS), None)
+_MASKS = [(name not in GEMM_COLUMNS) + 2 * (name not in SAMPLED_COLUMNS) for name in ALL_COLUMNS]
+"""Where each column is null, as a place in `_columns`' masks."""
 
 MOST_SCALARS = 2**16
 """Scalars of one step, the latest ones: where nobody ends a step they must not grow for ever."""
@@ -47,6 +54,17 @@ class Notes:
     """(layer, name, value)."""
     found_scale: Tensor | None = None
     """Loss scale of a GradScaler that was seen at work; `loss_scale` as logged comes first."""
+
+
+class _Place(NamedTuple):
+    """A slot of the model, and where a snapshot has it."""
+
+    slot: Slot
+    part: Part
+    order: int
+    """Place in the model's order."""
+    first_row: int
+    experts: int
 
 
 @dataclass(slots=True)
@@ -91,9 +109,10 @@ class SampleBuilder:
 
         self.flags: Flags = Flags(layers, options.thresholds)
         """Layers that the finished samples, or the server, found in breach."""
-        self._rows = list(_rows(layers))
-        self._index = {first_row: index for index, (_, _, first_row, _) in enumerate(self._rows)}
-        """Place in the model's order by first row."""
+        self._places = list(_places(layers))
+        self._experts = any(place.experts > 1 for place in self._places)
+        """Whether any layer has more than one."""
+        self._by_row = {place.first_row: place for place in self._places}
 
     def build(self, record: StepRecord) -> Sample:
         """The sample of a step; the same object each time. Waits for the device, so the sender calls it."""
@@ -124,8 +143,8 @@ class SampleBuilder:
         if record.notes.found_scale is not None:
             run.setdefault("loss_scale", _as_float(record.notes.found_scale))
         self._leave_out_nonfinite(run)
-        listed = list(self._slots(record, self.loss_scale(record)))
-        columns, nulls = _columns([vector for _, _, vector in listed], [slot for slot, _, _ in listed])
+        slots, indices, table_SV = self._measured(record)
+        columns, nulls = _columns(table_SV, slots)
         noted = ((layer, name, _as_float(value)) for layer, name, value in record.notes.scalars)
         scalars = [
             {"layer": layer, "name": name, "value": value}
@@ -144,8 +163,8 @@ class SampleBuilder:
             effective_step=record.effective_step,
             overhead_ratio=record.overhead_ratio,
             dropped=self.dropped + record.dropped_elsewhere,
-            slots=tuple(slot for slot, _, _ in listed),
-            indices=tuple(index for _, index, _ in listed),
+            slots=tuple(slots),
+            indices=tuple(indices),
             columns=columns,
             nulls=nulls,
             run=run,
@@ -167,45 +186,74 @@ class SampleBuilder:
                     value,
                 )
 
-    def _slots(self, record: StepRecord, loss_scale: float) -> Iterator[tuple[Slot, int, Vector]]:
-        """Measured slots in the model's order, the layer's own and its worst expert behind it; then the variants."""
-        values = record.snapshot.numpy()
-        for index, (slot, part, first_row, experts) in enumerate(self._rows):
-            if first_row in record.filled:
-                mark = record.marks.get(first_row)
-                named = slot if mark is None else replace(slot, **mark)
-                vectors_EV = values[first_row : first_row + experts]
-                yield from _with_worst_expert(named, part, index, vectors_EV, loss_scale)
+    def _measured(self, record: StepRecord) -> tuple[list[Slot], list[int], Vector]:
+        """Slots in the model's order, a layer's worst expert behind its own; then the variants. Their places, and [S, V]."""
+        values_RV, scale = record.snapshot.numpy(), self.loss_scale(record)
+        places = [place for place in self._places if place.first_row in record.filled]
+        if record.marks:
+            places = [_marked(place, record.marks.get(place.first_row)) for place in places]
+        places += self._variants(record)
+        if scale != 1.0:
+            values_RV = _without_scale(values_RV, places, scale)
+        merged: dict[int, Vector] = {}
+        """Of the layers with experts, by position among the slots: no row holds it."""
+        if self._experts:
+            places, merged = _with_worst_experts(places, values_RV)
+        rows = np.array([place.first_row for place in places], dtype=np.intp)
+        table_SV: Vector = values_RV.take(rows, axis=0)
+        for position, vector in merged.items():
+            table_SV[position] = vector
+        return [place.slot for place in places], [place.order for place in places], table_SV
+
+    def _variants(self, record: StepRecord) -> Iterator[_Place]:
         for rows in record.snapshot.variants:
-            index = self._index[rows.slot_row]
-            slot, part, _, _ = self._rows[index]
+            place = self._by_row[rows.slot_row]
             fmt = None if rows.fmt == "e4m3" else rows.fmt
-            named = replace(slot, variant=rows.name, emulated=True, fmt=fmt)
-            vectors_EV = values[rows.first_row : rows.first_row + rows.experts]
-            yield from _with_worst_expert(named, part, index, vectors_EV, loss_scale)
+            slot = replace(place.slot, variant=rows.name, emulated=True, fmt=fmt)
+            yield place._replace(slot=slot, first_row=rows.first_row, experts=rows.experts)
 
 
-def _with_worst_expert(
-    slot: Slot, part: Part, index: int, vectors_EV: Vector, loss_scale: float
-) -> Iterator[tuple[Slot, int, Vector]]:
-    if part in GRADIENT_PARTS and loss_scale != 1.0:
-        vectors_EV = unscaled(vectors_EV, loss_scale)
-    yield slot, index, _merged(vectors_EV)
-    if len(vectors_EV) > 1:
-        worst = _worst_expert(vectors_EV, gemm=part in GEMM_PARTS)
-        yield replace(slot, expert=worst), index, vectors_EV[worst]
+def _places(layers: list[ObservedLayer]) -> Iterator[_Place]:
+    pairs = ((layer, part) for layer in layers for part in Part)
+    for order, (layer, part) in enumerate(pairs):
+        yield _Place(layer.slots[part], part, order, layer.row(part), layer.experts)
 
 
-def _rows(layers: list[ObservedLayer]) -> Iterator[tuple[Slot, Part, int, int]]:
-    for layer in layers:
-        for part in Part:
-            yield layer.slots[part], part, layer.row(part), layer.experts
+def _with_worst_experts(
+    places: Iterable[_Place], values_RV: Vector
+) -> tuple[list[_Place], dict[int, Vector]]:
+    """Each layer's worst expert behind the layer itself, whose merged statistics are by its position."""
+    listed: list[_Place] = []
+    merged: dict[int, Vector] = {}
+    for place in places:
+        if place.experts > 1:
+            vectors_EV = values_RV[place.first_row : place.first_row + place.experts]
+            merged[len(listed)] = _merged(vectors_EV)
+            worst = _worst_expert(vectors_EV, gemm=place.part in GEMM_PARTS)
+            expert = place._replace(slot=replace(place.slot, expert=worst), first_row=place.first_row + worst)
+            listed += (place, expert)
+        else:
+            listed.append(place)
+    return listed, merged
+
+
+def _marked(place: _Place, mark: Mapping[str, Any] | None) -> _Place:
+    return place if mark is None else place._replace(slot=replace(place.slot, **mark))
 
 
 def _merged(vectors_EV: Vector) -> Vector:
     merged: Vector = vectors_EV.sum(axis=0)
     merged[AMAX] = vectors_EV[:, AMAX].max()
     return merged
+
+
+def _without_scale(values_RV: Vector, places: Iterable[_Place], loss_scale: float) -> Vector:
+    """A copy with the measured gradients as they are without that loss scale."""
+    gradients = (place for place in places if place.part in GRADIENT_PARTS)
+    rows = [row for place in gradients for row in range(place.first_row, place.first_row + place.experts)]
+    values_RV = values_RV.copy()
+    values_RV[rows] = unscaled(values_RV[rows], loss_scale)
+    return values_RV
 
 
 def unscaled(vectors_EV: Vector, loss_scale: float) -> Vector:
@@ -227,28 +275,24 @@ def _worst_expert(vectors_EV: Vector, *, gemm: bool) -> int:
 
 
 def _columns(
-    vectors: list[Vector], slots: list[Slot]
+    table_SV: Vector, slots: list[Slot]
 ) -> tuple[dict[str, NDArray[Any]], dict[str, NDArray[np.bool_]]]:
     """Wire columns and their null masks: a recomputed GEMM has few, an operand all, one sampled by tiles only rates."""
-    table_SV = np.array(vectors).reshape(len(slots), VECTOR_LENGTH)
+    nan_SV = np.isnan(table_SV)
     recomputed_S = np.array([slot.gemm is not None for slot in slots], dtype=bool)
-    never_S = np.zeros(len(slots), dtype=bool)
     # Of an operand that was sampled by tiles they say no more than rates; a count is NaN nowhere else.
-    tiles_S = np.isnan(table_SV[:, COLUMNS.index("rows")])
-    columns: dict[str, NDArray[Any]] = {}
-    nulls: dict[str, NDArray[np.bool_]] = {}
-    for position, name in enumerate(COLUMNS):
-        nulls[name] = never_S if name in GEMM_COLUMNS else recomputed_S
-        if name not in SAMPLED_COLUMNS:
-            nulls[name] = nulls[name] | tiles_S
-        values_S = table_SV[:, position]
-        if name in COUNT_COLUMNS:
-            columns[name] = np.where(nulls[name], 0, np.nan_to_num(values_S)).astype(np.int64)
-        else:
-            columns[name] = np.where(nulls[name], np.nan, values_S)
-    nulls[HISTOGRAM] = recomputed_S | tiles_S
-    bins = np.nan_to_num(table_SV[:, len(COLUMNS) :]).astype(np.int64)
-    columns[HISTOGRAM] = np.where(nulls[HISTOGRAM][:, None], 0, bins)
+    tiles_S = nan_SV[:, COLUMNS.index("rows")]
+    masks = (np.zeros(len(slots), dtype=bool), recomputed_S, tiles_S, recomputed_S | tiles_S)
+    nulls = {name: masks[mask] for name, mask in zip(ALL_COLUMNS, _MASKS, strict=True)}
+    null_SC = np.array([nulls[name] for name in ALL_COLUMNS]).T
+
+    def counted(part: slice, null: NDArray[np.bool_]) -> NDArray[np.int64]:
+        return np.where(nan_SV[:, part] | null, 0.0, table_SV[:, part]).astype(np.int64)
+
+    counts_SC = counted(_COUNTS, null_SC[:, _COUNTS])
+    sums_SC = np.where(null_SC[:, _SUMS], np.nan, table_SV[:, _SUMS])
+    columns: dict[str, NDArray[Any]] = dict(zip(COLUMNS, (*counts_SC.T, *sums_SC.T), strict=True))
+    columns[HISTOGRAM] = counted(_BINS, null_SC[:, -1:])
     return columns, nulls
 
 

@@ -36,6 +36,7 @@ CREATE TABLE samples (
 );
 CREATE TABLE refused (key INTEGER PRIMARY KEY, step INTEGER, slots_id TEXT, reason TEXT, body BLOB);
 """
+_PUT = "INSERT INTO samples (step, slots_id, size, body) VALUES (?, ?, ?, ?)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,13 +142,13 @@ class Spool:
 
     def put(self, step: int, slots_id: str, slots: Callable[[], bytes], body: bytes) -> None:
         """Add a sample, on disk when this returns; `slots` packs its slot list where the file has it not yet."""
-        with self._transaction():
-            if slots_id not in self._listed:
+        row = (step, slots_id, len(body), body)
+        if slots_id in self._listed:
+            self._connection.execute(_PUT, row)  # one statement is a transaction of its own
+        else:
+            with self._transaction():
                 self._connection.execute("INSERT INTO slot_lists VALUES (?, ?)", (slots_id, slots()))
-            self._connection.execute(
-                "INSERT INTO samples (step, slots_id, size, body) VALUES (?, ?, ?, ?)",
-                (step, slots_id, len(body), body),
-            )
+                self._connection.execute(_PUT, row)
         self._listed.add(slots_id)
         self.count += 1
         self.bytes += len(body)

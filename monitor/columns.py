@@ -75,6 +75,15 @@ class StatsTable:
         """Where a metric is null [S]."""
         return undefined(metric, self.float_columns(), self.nulls)
 
+    def null_positions(self) -> dict[str, list[int]]:
+        """Where each column is null. Columns of one sample share few masks: each of those is read once."""
+        masks = dict(self.nulls)
+        read: dict[int, list[int]] = {}
+        for mask in masks.values():
+            if id(mask) not in read:
+                read[id(mask)] = mask.nonzero()[0].tolist()
+        return {name: read[id(mask)] for name, mask in masks.items()}
+
     def float_columns(self) -> Mapping[str, NDArray[np.float64]]:
         """The columns as float64 with NaN for null: what `derive` takes."""
         return _FloatView(self)
@@ -127,9 +136,8 @@ class _FloatView(Mapping[str, NDArray[np.float64]]):
         self._table = table
 
     def __getitem__(self, name: str) -> NDArray[np.float64]:
-        values = self._table.columns[name].astype(np.float64)
-        values[self._table.nulls[name]] = np.nan
-        return values
+        null = self._table.nulls[name]
+        return np.where(null if name != HISTOGRAM else null[:, None], np.nan, self._table.columns[name])
 
     def __iter__(self) -> Any:
         return iter(self._table.columns)
@@ -313,18 +321,20 @@ def _not_counts(values: NDArray[Any]) -> NDArray[np.bool_]:
         return np.asarray(~((values >= 0) & (values < 2.0**63) & (values == np.floor(values))))
 
 
-def write_column(table: StatsTable, name: str, *, binary: bool) -> Any:
-    """The wire form of one column."""
-    values, null = table.columns[name], table.nulls[name]
+def write_column(table: StatsTable, name: str, *, binary: bool, null_at: Sequence[int] | None = None) -> Any:
+    """The wire form of one column. null_at: its entry of `null_positions`, where that is known already."""
+    values = table.columns[name]
+    if null_at is None:
+        null_at = np.flatnonzero(table.nulls[name]).tolist()
     if binary:
         dtype = "int64" if name in _INTEGERS else "float64"
-        wire: dict[str, Any] = {"dtype": dtype, "data": values.astype(_DTYPES[dtype]).tobytes()}
-        if null.any():
-            wire["nulls"] = np.flatnonzero(null).tolist()
+        wire: dict[str, Any] = {"dtype": dtype, "data": values.astype(_DTYPES[dtype], copy=False).tobytes()}
+        if null_at:
+            wire["nulls"] = null_at
         return wire
     listed = values.tolist()
     if name not in _INTEGERS and not np.isfinite(values).all():
         listed = [encode_number(value) for value in listed]
-    if null.any():
-        listed = [None if absent else value for value, absent in zip(listed, null.tolist(), strict=True)]
+    for position in null_at:
+        listed[position] = None
     return listed

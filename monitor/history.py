@@ -57,7 +57,7 @@ class History:
         return float("nan") if row is None else float(self.values[row, 0, -1])
 
     def added(self, keys: Sequence[str], values: NDArray[np.float64], admit: NDArray[np.bool_]) -> "History":
-        """With one more value for each slot and metric [S, 2] where `admit` holds and the value is finite."""
+        """With one more value for each slot and metric [S, 2] where `admit` holds ([S, 2] or [S, 1]) and it is finite."""
         new = [key for key in keys if key not in self.rows]
         rows = self.rows
         grown = np.full((len(self.values) + len(new), METRICS_KEPT, SAMPLES), np.nan, dtype=np.float32)
@@ -67,11 +67,10 @@ class History:
         with np.errstate(over="ignore"):
             incoming = values.astype(np.float32)
         place = np.array([rows[key] for key in keys], dtype=np.intp)
-        for metric in range(METRICS_KEPT):
-            take = admit[:, metric] & np.isfinite(incoming[:, metric])
-            into = place[take]
-            grown[into, metric, :-1] = grown[into, metric, 1:]
-            grown[into, metric, -1] = incoming[take, metric]
+        slot, metric = (admit & np.isfinite(incoming)).nonzero()
+        into = place[slot]
+        grown[into, metric, :-1] = grown[into, metric, 1:]
+        grown[into, metric, -1] = incoming[slot, metric]
         return History(rows, grown)
 
     def to_dict(self) -> dict[str, Any]:
@@ -98,8 +97,8 @@ class History:
 
 def _medians(values: Float32Array) -> NDArray[np.float64]:
     """Median over the last axis of the values that are there (NaN sorts last)."""
-    held = np.count_nonzero(~np.isnan(values), axis=-1)
-    ordered = np.sort(values, axis=-1).astype(np.float64)
+    held = SAMPLES - np.isnan(values).sum(axis=-1)
+    ordered = np.sort(values, axis=-1).astype(np.float64).ravel()
+    first = np.arange(0, values.size, SAMPLES).reshape(held.shape)
     low, high = np.maximum(held - 1, 0) // 2, held // 2
-    middle = [np.take_along_axis(ordered, at[..., None], axis=-1)[..., 0] for at in (low, high)]
-    return np.where(held >= SAMPLES_NEEDED, (middle[0] + middle[1]) / 2.0, np.nan)
+    return np.where(held >= SAMPLES_NEEDED, (ordered[first + low] + ordered[first + high]) / 2.0, np.nan)

@@ -52,6 +52,8 @@ class _Metric:
     needs: tuple[str, ...]
     denominator: str | None
     formula: Callable[[Columns], FloatArray]
+    carries_nan: bool = True
+    """Whether the value is NaN wherever a column that it needs is."""
 
 
 def _ratio(numerator: str, denominator: str) -> _Metric:
@@ -83,13 +85,17 @@ def _kurtosis(columns: Columns) -> FloatArray:
 
 
 def _tile_sqnr_p01(columns: Columns) -> FloatArray:
-    histogram = np.nan_to_num(columns[HISTOGRAM]).astype(np.int64).reshape(-1, HISTOGRAM_BINS)
-    blocks = histogram.sum(axis=1, keepdims=True)
+    histogram = _held(columns[HISTOGRAM]).astype(np.int64).reshape(-1, HISTOGRAM_BINS)
+    blocks_below = histogram.cumsum(axis=1)
     # ceil(0.01 n) in integers: no number of blocks can round across a rank.
-    rank = (blocks + 99) // 100
-    bins = np.argmax(np.cumsum(histogram, axis=1) >= rank, axis=1)
+    rank = (blocks_below[:, -1:] + 99) // 100
+    bins = (blocks_below >= rank).argmax(axis=1)
     lower_edges: FloatArray = TILE_SQNR_EDGES_DB[bins]
     return lower_edges
+
+
+def _held(histogram: FloatArray) -> FloatArray:
+    return np.where(np.isnan(histogram), 0.0, histogram)
 
 
 _SUMS = ("sum_sq", "sum_sq_q", "sum_sq_err")
@@ -100,17 +106,19 @@ _DEFINITIONS: dict[str, _Metric] = {
     "saturation_ratio": _ratio("saturated", "count"),
     "nonfinite_count": _Metric(("nan", "inf"), None, lambda c: c["nan"] + c["inf"]),
     "rows_flushed_ratio": _ratio("rows_flushed", "rows"),
-    "cosine": _Metric(_SUMS, "sum_sq", _cosine),
-    "cosine_distortion": _Metric(_SUMS, "sum_sq", _cosine_distortion),
+    "cosine": _Metric(_SUMS, "sum_sq", _cosine, carries_nan=False),
+    "cosine_distortion": _Metric(_SUMS, "sum_sq", _cosine_distortion, carries_nan=False),
     "sqnr_db": _Metric(
         ("sum_sq", "sum_sq_err"), "sum_sq", lambda c: 10.0 * np.log10(c["sum_sq"] / c["sum_sq_err"])
     ),
     "relative_error": _Metric(
         ("sum_sq", "sum_sq_err"), "sum_sq", lambda c: np.sqrt(c["sum_sq_err"] / c["sum_sq"])
     ),
-    "mse": _Metric(("count", "nan", "inf", "sum_sq", "sum_sq_err"), "sum_sq", _mean_squared_error),
+    "mse": _Metric(
+        ("count", "nan", "inf", "sum_sq", "sum_sq_err"), "sum_sq", _mean_squared_error, carries_nan=False
+    ),
     "kurtosis": _Metric(("count", "nan", "inf", "sum_sq", "sum_4th"), "sum_sq", _kurtosis),
-    "tile_sqnr_p01_db": _Metric((HISTOGRAM,), HISTOGRAM, _tile_sqnr_p01),
+    "tile_sqnr_p01_db": _Metric((HISTOGRAM,), HISTOGRAM, _tile_sqnr_p01, carries_nan=False),
 }
 
 DERIVED_METRICS = tuple(_DEFINITIONS)
@@ -143,9 +151,11 @@ def derive(metric: str, columns: Columns) -> FloatArray:
     needed = {name: np.asarray(columns[name], dtype=np.float64) for name in metric_needs(metric)}
     if metric in COLUMNS:
         return needed[metric].copy()
+    definition = _DEFINITIONS[metric]
     with np.errstate(all="ignore"):
-        values = _DEFINITIONS[metric].formula(needed)
-    absent = {name: np.isnan(_flat(column)) for name, column in needed.items()}
+        values = definition.formula(needed)
+    told = () if definition.carries_nan else needed
+    absent = {name: np.isnan(_flat(needed[name])) for name in told}
     return np.where(_undefined(metric, needed, absent), np.nan, values)
 
 
@@ -162,13 +172,15 @@ def undefined(
 def _undefined(metric: str, needed: Columns, nulls: Mapping[str, NDArray[np.bool_]]) -> NDArray[np.bool_]:
     definition = _DEFINITIONS.get(metric)
     denominator = definition.denominator if definition else None
-    result: NDArray[np.bool_] = np.zeros(len(next(iter(needed.values()))), dtype=bool)
+    result: NDArray[np.bool_]
     if denominator == HISTOGRAM:
-        result |= ~(np.nansum(needed[HISTOGRAM], axis=1) > 0)
+        result = ~(_held(needed[HISTOGRAM]).sum(axis=1) > 0)
     elif denominator:
-        result |= needed[denominator] == 0
-    for name in needed:
-        result |= nulls.get(name, False)
+        result = needed[denominator] == 0
+    else:
+        result = np.zeros(len(next(iter(needed.values()))), dtype=bool)
+    for name in needed.keys() & nulls.keys():
+        result |= nulls[name]
     return result
 
 

@@ -1,13 +1,13 @@
 """Breaches of one step: every slot against every threshold, vectorised.
 
 What depends only on the slot list, the preset and the baseline (which rule speaks about which slot, and the fixed or learned
-levels) is compiled once and remembered; a step then costs one derived metric and two comparisons a rule.
+levels) is compiled once and remembered; a step then costs each derived metric once and two comparisons over all rules.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -17,6 +17,7 @@ from fp8_safeguard.monitor.columns import StatsTable
 from fp8_safeguard.monitor.history import SAMPLES_NEEDED
 from fp8_safeguard.monitor.levels import learned_act, learned_factor, learned_watch
 from fp8_safeguard.monitor.metrics import derive
+from fp8_safeguard.monitor.pairs import Pairs, RuleOnSlots, pair_up
 from fp8_safeguard.monitor.slots import Slot
 from fp8_safeguard.monitor.thresholds import MEDIAN_CAP, Preset, Threshold
 
@@ -83,30 +84,11 @@ class Breach:
 
 
 @dataclass(frozen=True)
-class _RuleOnSlots:
-    rule: Threshold
-    positions: NDArray[np.intp]
-    watch: FloatArray
-    act: FloatArray
-    instant: FloatArray
-    min_count: FloatArray
-    history_column: int
-    factor: FloatArray | float | None
-    """Watch level over the slot's own median."""
-    cap: FloatArray
-    """What the own median may raise the act level to."""
-    learned: NDArray[np.bool_] | None = None
-    """Where a baseline moved a level."""
-    learned_rule: Threshold | None = None
-    """The rule that says so."""
-
-
-@dataclass(frozen=True)
 class SlotList:
     """What a slot list and a preset fix. Variants (what-ifs) take no part."""
 
     slots: tuple[Slot, ...]
-    rules: tuple[_RuleOnSlots, ...]
+    rules: tuple[RuleOnSlots, ...]
     families: frozenset[str]
     layers: frozenset[str]
     keys: tuple[str, ...]
@@ -121,6 +103,11 @@ class SlotList:
     """Place of each key among `own`."""
     learned_medians: FloatArray | None = None
     """[own, 2]: what stands in for a median of the slot's own until there is one; NaN where nothing was learned."""
+
+    @cached_property
+    def pairs(self) -> Pairs:
+        """The rules side by side; there must be some."""
+        return pair_up(self.rules)
 
     def with_learned(self, medians: FloatArray) -> FloatArray:
         """Own medians [own, 2] with the learned ones where there is none yet."""
@@ -165,7 +152,7 @@ def _learned_medians(slots: Sequence[Slot], own: Sequence[int], baseline: "Basel
 
 def _compile_rule(
     rule: Threshold, slots: Sequence[Slot], real: Sequence[int], baseline: "Baseline | None"
-) -> _RuleOnSlots | None:
+) -> RuleOnSlots | None:
     chosen = [position for position in real if rule.matches(slots[position])]
     if not chosen:
         return None
@@ -176,7 +163,7 @@ def _compile_rule(
 
     floors = [rule.min_count if slots[position].expert is None else EXPERT_MIN_COUNT for position in chosen]
     act = levels("act")
-    plain = _RuleOnSlots(
+    plain = RuleOnSlots(
         rule,
         np.array(chosen, dtype=np.intp),
         levels("watch"),
@@ -190,7 +177,7 @@ def _compile_rule(
     return plain if baseline is None else _with_baseline(plain, slots, baseline)
 
 
-def _with_baseline(plain: _RuleOnSlots, slots: Sequence[Slot], baseline: "Baseline") -> _RuleOnSlots:
+def _with_baseline(plain: RuleOnSlots, slots: Sequence[Slot], baseline: "Baseline") -> RuleOnSlots:
     """The same with what the baseline learned of each slot."""
     rule = plain.rule
     known = [baseline.healthy(slots[position], rule.metric) for position in plain.positions.tolist()]
@@ -254,57 +241,64 @@ def history_values(compiled: SlotList, measures: Measures) -> FloatArray:
     return values
 
 
-def find_breaches(compiled: SlotList, measures: Measures, own_medians: FloatArray) -> list[Breach]:
-    """Every breach of the step. own_medians [own, 2]: NaN where a slot has no history yet."""
+def find_breaches(
+    compiled: SlotList,
+    measures: Measures,
+    own_medians: FloatArray,
+    measured_at: NDArray[np.intp] | None = None,
+) -> list[Breach]:
+    """Every breach of the step. own_medians [own, 2]: NaN where a slot has no history yet.
+
+    measured_at [S]: where `measures` has each slot of the list, one behind its end for a slot that it has not; None: in
+    the list's own order.
+    """
+    if not compiled.rules:
+        return []
     medians = np.full((len(compiled.slots), 2), np.nan)
     medians[compiled.own] = own_medians
     # A median of 0 (a dead layer) is no reference: anything is infinitely above it.
     medians[medians <= 0] = np.nan
+    pairs = compiled.pairs
+    at = pairs.position if measured_at is None else measured_at[pairs.position]
+    value = pairs.values(measures, at)
     with np.errstate(invalid="ignore"):
-        return [
-            breach for on in compiled.rules for breach in _breaches(on, compiled.slots, measures, medians)
-        ]
-
-
-def _breaches(
-    on: _RuleOnSlots, slots: Sequence[Slot], measures: Measures, medians: FloatArray
-) -> list[Breach]:
-    rule, at = on.rule, on.positions
-    value = measures[rule.metric][at]
-    watch, act = _levels(on, medians[at, on.history_column])
-    beyond = np.greater if rule.above else np.less
-    acts = beyond(value, act)
-    breached = (acts | beyond(value, watch)) & (measures["count"][at] >= on.min_count)
-    if rule.min_underflow:
-        breached &= measures["underflow"][at] >= rule.min_underflow
-    found = np.flatnonzero(breached)
+        watch, act = pairs.levels(medians)
+        turned = pairs.sign * value
+        acts = turned > pairs.sign * act
+        found = (acts | (turned > pairs.sign * watch)).nonzero()[0]
     if not found.size:
         return []
-    instants = beyond(value, on.instant)
-    learned, moved_rule = on.learned, on.learned_rule
+    counts, vanished = measures["count"][at[found]], measures["underflow"][at[found]]
+    least = pairs.min_underflow[found]
+    found = found[(counts >= pairs.min_count[found]) & ((vanished >= least) | (least == 0))]
     return [
-        Breach(
-            moved_rule if moved_rule is not None and learned is not None and learned[place] else rule,
-            slots[at[place]],
-            float(value[place]),
-            "act" if acts[place] else "watch",
-            float(act[place] if acts[place] else watch[place]),
-            bool(acts[place] and instants[place]),
-            watch=float(watch[place]) if learned is not None else None,
-        )
-        for place in found.tolist()
+        _breach(compiled, pair, float(value[pair]), bool(acts[pair]), float(watch[pair]), float(act[pair]))
+        for pair in found.tolist()
     ]
 
 
-def _levels(on: _RuleOnSlots, median: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Levels in force (`watch_level` and `act_level` of thresholds, over arrays)."""
-    rule = on.rule
-    watch = on.watch
-    if on.factor is not None:
-        # NaN where there is no median yet: no level. A rule without a fixed level has NaN there.
-        relative = on.factor * median
-        watch = np.where(np.isnan(relative), np.nan, np.fmax(watch, relative))
-    if rule.act_over_median is None:
-        return watch, on.act
-    relaxed = np.fmax(on.act, rule.act_over_median * median)
-    return watch, np.minimum(relaxed, on.cap)
+def may_breach(compiled: SlotList, measures: Measures, measured_at: NDArray[np.intp]) -> bool:
+    """Whether `find_breaches` could find anything, whatever the medians: False is certain, and far cheaper to know."""
+    if not compiled.rules:
+        return False
+    pairs = compiled.pairs
+    value = pairs.values(measures, measured_at[pairs.position])
+    return bool(np.count_nonzero(pairs.sign * value > pairs.least))
+
+
+def _breach(compiled: SlotList, pair: int, value: float, acts: bool, watch: float, act: float) -> Breach:
+    pairs = compiled.pairs
+    on = compiled.rules[pairs.rule[pair]]
+    place = pair - pairs.first[pairs.rule[pair]]
+    instant = on.instant[place]
+    learned = on.learned is not None
+    moved = on.learned_rule if on.learned is not None and on.learned[place] else None
+    return Breach(
+        on.rule if moved is None else moved,
+        compiled.slots[pairs.position[pair]],
+        value,
+        "act" if acts else "watch",
+        act if acts else watch,
+        acts and bool(value > instant if on.rule.above else value < instant),
+        watch=watch if learned else None,
+    )

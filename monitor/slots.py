@@ -92,6 +92,11 @@ class Slot:
         """How people read it: `blocks.3.mlp.down x row`, `blocks.3.mlp.down wgrad, expert 7`."""
         return f"{self.layer} {self._part}"
 
+    @cached_property
+    def canonical(self) -> str:
+        """`to_wire` as canonical JSON (RFC 8785): keys sorted, no spaces."""
+        return json.dumps(self.to_wire(), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+
     @property
     def phrase(self) -> str:
         """`label` in a sentence, the layer in quotes: a name like 0 reads as a number there."""
@@ -150,10 +155,9 @@ def _readers(operand: str, layout: str | None) -> tuple[str, ...]:
 
 
 def slots_id(slots: Iterable[Slot]) -> str:
-    """sha256, in hex, of the slot list as canonical JSON (RFC 8785): keys sorted, no spaces, UTF-8, `index` left out."""
-    listed = [slot.to_wire() for slot in slots]
-    text = json.dumps(listed, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    return hashlib.sha256(text.encode("utf-8")).hexdigest()
+    """sha256, in hex, of the slot list as canonical JSON (RFC 8785) in UTF-8, `index` left out."""
+    text = ",".join([slot.canonical for slot in slots])
+    return hashlib.sha256(f"[{text}]".encode()).hexdigest()
 
 
 def check_text(field: str, value: Any) -> str:

@@ -183,10 +183,10 @@ def sample_to_wire(sample: Sample, *, binary: bool, by_id: bool = False) -> dict
 
     With `by_id` the slot list is left out and named by its digest: for a server that has accepted it before.
     """
-    indices = sample.indices or range(len(sample.slots))
-    pairs = zip(indices, sample.slots, strict=True)
-    listed = {"slots": [{"index": index, **slot.to_wire()} for index, slot in pairs]}
-    sent = [name for name in ALL_COLUMNS if name in REQUIRED_COLUMNS or not sample.nulls[name].all()]
+    table, null_at = sample.table, sample.table.null_positions()
+    sent = [
+        name for name in ALL_COLUMNS if name in REQUIRED_COLUMNS or len(null_at[name]) < len(sample.slots)
+    ]
     attempt = {
         "id": sample.attempt.id,
         "parent": sample.attempt.parent,
@@ -205,13 +205,19 @@ def sample_to_wire(sample: Sample, *, binary: bool, by_id: bool = False) -> dict
         "effective_step": sample.effective_step,
         "overhead_ratio": sample.overhead_ratio,
         "dropped": sample.dropped,
-        **({"slots_id": sample.slots_id} if by_id else listed),
-        "columns": {name: write_column(sample.table, name, binary=binary) for name in sent},
+        **({"slots_id": sample.slots_id} if by_id else {"slots": _listed(sample)}),
+        "columns": {name: write_column(table, name, binary=binary, null_at=null_at[name]) for name in sent},
         "run": {name: encode_number(value) for name, value in sample.run.items()},
         "scalars": [_encode_record(record) for record in sample.scalars],
         "ranks": [_encode_record(record) for record in sample.ranks],
         **_own_watching(sample),
     }
+
+
+def _listed(sample: Sample) -> list[dict[str, Any]]:
+    indices = sample.indices or range(len(sample.slots))
+    pairs = zip(indices, sample.slots, strict=True)
+    return [{"index": index, **slot.to_wire()} for index, slot in pairs]
 
 
 def _own_watching(sample: Sample) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fp8_safeguard.monitor.columns import read_column
+from fp8_safeguard.monitor.columns import StatsTable, read_column, write_column
 
 BINS = [0.0] * 12 + [510.0, 2.0, 0.0, 0.0]
 
@@ -40,3 +40,22 @@ def test_a_nan_in_a_sum_stays_a_measured_nan(name: str) -> None:
 
 def test_every_slot_has_a_count() -> None:
     assert read("count", [1.0, np.nan]) == (None, ["/data"])
+
+
+def test_columns_with_one_mask_and_with_equal_ones_are_null_where_they_say() -> None:
+    shared, other = np.array([False, True, True]), np.array([False, False, False])
+    nulls = {"count": other, "zeros": shared, "underflow": shared, "amax": shared.copy()}
+    columns = {"count": np.array([1, 2, 3]), "zeros": np.array([4, 0, 0]), "underflow": np.array([5, 0, 0])}
+    table = StatsTable({**columns, "amax": np.array([np.nan, np.nan, np.nan])}, nulls)
+    assert table.null_positions() == {"count": [], "zeros": [1, 2], "underflow": [1, 2], "amax": [1, 2]}
+    for name, expected in (
+        ("count", [1, 2, 3]),
+        ("underflow", [5, None, None]),
+        ("amax", ["NaN", None, None]),
+    ):
+        assert write_column(table, name, binary=False) == expected
+        known = table.null_positions()[name]
+        assert write_column(table, name, binary=False, null_at=known) == expected
+        raw = write_column(table, name, binary=True, null_at=known)
+        assert raw == write_column(table, name, binary=True)
+        assert raw.get("nulls", []) == known

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from fp8_safeguard.monitor import stats
 from fp8_safeguard.monitor.formats import block_scale
+from fp8_safeguard.monitor.metrics import metric_needs
 from fp8_safeguard.monitor.stats import COLUMNS, TensorStats, compare, measure
 
 EDGES_DB = [-math.inf, 0, 4, 8, 12, 16, 18, 20, 22, 24, 26, 28, 30, 32, 34, 38, math.inf]
@@ -399,6 +400,21 @@ def test_derive_over_slots_equals_each_slot_alone(slots: Any) -> None:
             assert together[at] == alone or (
                 math.isnan(together[at]) and (alone is None or math.isnan(alone))
             )
+
+
+@pytest.mark.parametrize("metric", stats.METRICS)
+def test_a_metric_is_null_where_any_column_that_it_needs_is(metric: str) -> None:
+    """Of numbers with which no formula divides by 0 or gives a NaN itself, an exact zero among them."""
+    whole = {name: np.array([2.0]) for name in COLUMNS} | {
+        "count": np.array([8.0]),
+        "sum_sq_q": np.array([0.0]),
+        stats.HISTOGRAM: np.ones((1, 16)),
+    }
+    assert not np.isnan(stats.derive(metric, whole)).any()
+    for name in metric_needs(metric):
+        gap = whole | {name: np.full_like(whole[name], np.nan)}
+        assert np.isnan(stats.derive(metric, gap)).all()
+        assert stats.undefined(metric, gap).all()
 
 
 def test_unknown_metric_names_the_known_ones() -> None:
