@@ -60,6 +60,8 @@ def norm_of(gradient: Tensor) -> Tensor:
 class _Arrival:
     """Hook of the node that adds a gradient to a weight's: after every hook on the weight, before the sum."""
 
+    __slots__ = ("layer", "output", "session", "state")
+
     def __init__(self, session: Session, layer: ObservedLayer, state: StepState, output: int) -> None:
         self.session, self.layer, self.state, self.output = session, layer, state, output
 

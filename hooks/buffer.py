@@ -36,9 +36,11 @@ class Frame:
     """Statistics of one step: vectors add up over micro-batches, amax is their maximum."""
 
     def __init__(self, rows: int, device: torch.device) -> None:
-        self.values = torch.zeros(rows, VECTOR_LENGTH, dtype=torch.float64, device=device)
-        self._here: NDArray[np.float64] | None = self.values.numpy() if self.values.is_cpu else None
+        self._values = torch.zeros(rows, VECTOR_LENGTH, dtype=torch.float64, device=device)
+        self._here: NDArray[np.float64] | None = self._values.numpy() if self._values.is_cpu else None
         """The same memory on a CPU, where numpy writes a row in half the time."""
+        self._waiting: list[tuple[int, NDArray[np.float64]]] = []
+        """Rows that are not in there yet: all of them take little more than one."""
         self.filled: set[int] = set()
         """First rows of the slots that were measured: a slot outside is absent, not zero."""
         self.closely: frozenset[str] | None = None
@@ -52,6 +54,21 @@ class Frame:
         self.filled = set()
         self.closely = None
         self._variants = {}
+        self._waiting.clear()
+
+    @property
+    def values(self) -> Tensor:
+        """[rows, V] with all that was added."""
+        if self._here is not None and self._waiting:
+            for row, vector_1V in self._waiting:
+                self._here[row] = vector_1V[0]
+            self._waiting.clear()
+        return self._values
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether it lies on a GPU."""
+        return self._values.is_cuda
 
     def add(self, first_row: int, vectors_EV: Tensor) -> None:
         """Merge the vectors of one slot into its rows; never waits for the device."""
@@ -65,12 +82,12 @@ class Frame:
             self.values[first_row:end_row].copy_(vectors_EV, non_blocking=True)
         self.filled.add(first_row)
 
-    def add_row(self, row: int, vector: NDArray[np.float64]) -> None:
-        """The same for a slot of one row, from a CPU."""
+    def add_row(self, row: int, vector_1V: NDArray[np.float64]) -> None:
+        """The same for a slot of one row, from a CPU. The vector must stay as it is."""
         if self._here is None or row in self.filled:
-            self.add(row, torch.from_numpy(vector[None]))
+            self.add(row, torch.from_numpy(vector_1V))
             return
-        self._here[row] = vector
+        self._waiting.append((row, vector_1V))
         self.filled.add(row)
 
     def add_variant(
@@ -100,7 +117,7 @@ class Frame:
         variants = self._variant_rows()
         parts = [vectors_EV for _, vectors_EV in self._variants.values()]
         values = torch.cat([self.values, *parts]) if parts else self.values
-        if values.device.type != "cuda":
+        if not values.is_cuda:
             return Snapshot(values.to("cpu", copy=True), None, variants)
         host = torch.empty(values.shape, dtype=torch.float64, pin_memory=True)
         host.copy_(values, non_blocking=True)

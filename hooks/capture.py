@@ -14,7 +14,7 @@ from torch.compiler import is_dynamo_compiling
 
 from fp8_safeguard.hooks import arrivals, compiled, judge, operands, uses
 from fp8_safeguard.hooks.aside import guarded
-from fp8_safeguard.hooks.layers import ObservedLayer, Part, emulated
+from fp8_safeguard.hooks.layers import ObservedLayer, Part, emulated, stored
 from fp8_safeguard.hooks.uses import FOREIGN, GemmCall, counts_forward, in_backward
 from fp8_safeguard.kernels import GemmObserver, LinearPrecision
 from fp8_safeguard.kernels.numbers import numbered
@@ -73,7 +73,8 @@ class ForwardHook(ModelHook):
         if torch.compiler.is_compiling():
             return compiled.probe(self, module, args, kwargs, output)
         layer = self.layer
-        if torch.is_grad_enabled() and layer.module() is module and session.active and not _is_traced():
+        traced = torch._C._is_tracing()
+        if torch.is_grad_enabled() and layer.module() is module and session.active and not traced:
             session.touch()
             if session.measuring:
                 guarded(session, "the forward", layer, self._capture, module, args, kwargs, output)
@@ -81,12 +82,11 @@ class ForwardHook(ModelHook):
 
     def _capture(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         session, layer = self.session, self.layer
-        parameter = layer.parameter()
+        parameter = stored(module, layer.attribute)
         x = args[0] if args else next((v for v in kwargs.values() if isinstance(v, Tensor)), None)
-        if isinstance(x, torch.fx.Proxy):
-            return
         if parameter is None or not isinstance(x, Tensor):
-            self._cannot("no input or weight tensor")
+            if not isinstance(x, torch.fx.Proxy):
+                self._cannot("no input or weight tensor")
             return
         # Before any operation: one on a sharded tensor may wait for other ranks.
         if uses.begin(session, layer, x, parameter) is None:
@@ -96,14 +96,15 @@ class ForwardHook(ModelHook):
             self._cannot(f"a weight of shape {list(parameter.shape)}")
             return
         features, inputs = weight_NK.shape
-        y = next((y for y in tensors_in(output) if y.dim() and y.shape[-1] == features), None)
+        y = output if isinstance(output, Tensor) and _ends_in(output, features) else None
+        if y is None:
+            y = next((each for each in tensors_in(output) if _ends_in(each, features)), None)
         if y is None or x.dim() == 0 or x.shape[-1] != inputs:
             self._cannot(f"input or output does not fit a weight of [{features}, {inputs}]")
             return
         call = GemmCall(
             x_TK=x.reshape(-1, inputs), w=weight_NK, y_TN=None if layer.own_forward else y.reshape(-1, features),
-            bias_N=getattr(module, "bias", None), needs_dx=x.requires_grad,
-            needs_dw=parameter is not None and parameter.requires_grad,
+            bias_N=_bias_of(module), needs_dx=x.requires_grad, needs_dw=parameter.requires_grad,
         )  # fmt: skip
         use = uses.forward(session, layer, call, begun=True)
         if use is not None and y.requires_grad:
@@ -257,6 +258,17 @@ def tensors_in(output: Any) -> Iterator[Tensor]:
 def _tensors_of(values: Iterable[Any]) -> Iterator[Tensor]:
     for value in values:
         yield from tensors_in(value)
+
+
+def _ends_in(y: Tensor, features: int) -> bool:
+    """Whether its last dimension has that many."""
+    return y.dim() > 0 and y.shape[-1] == features
+
+
+def _bias_of(module: nn.Module) -> Tensor | None:
+    """Its bias, wherever it has one: as a parameter it is found without asking the module's own __getattr__."""
+    bias = module._parameters.get("bias")
+    return getattr(module, "bias", None) if bias is None else bias
 
 
 def hook_target(y: Tensor, features: int) -> Tensor:

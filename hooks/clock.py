@@ -116,9 +116,12 @@ class OwnOptimizers:
     def __contains__(self, optimizer: Optimizer) -> bool:
         if self._named is not None:
             return self._named() is optimizer
-        if optimizer not in self._found and self._updates_layers(optimizer):
+        if optimizer in self._found:
+            return True
+        found = self._updates_layers(optimizer)
+        if found:
             self._found.add(optimizer)
-        return optimizer in self._found
+        return found
 
     def trains(self, weight: Tensor) -> bool:
         """Whether one of these may update the weight: where none was named any may turn out to."""

@@ -120,7 +120,7 @@ class Controls:
             if due and self._waiting is not None:
                 self._take_up(self._waiting[0], next_step, next_step)
                 self._waiting = None
-        if due or any(step <= next_step for step in self._timed):
+        if due or (self._timed and min(self._timed) <= next_step):
             self._timed = {step for step in self._timed if step > next_step}
             self._apply(next_step)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -45,6 +45,8 @@ class StepState:
     outer_calls: int = 0
     """Forward calls outside backward: with any of them a call inside backward is a checkpoint's repetition."""
     w_measured: bool = False
+    plain: bool | None = None
+    """Whether all that the sample does with the layer fits one call (together.fprop); None until somebody asks."""
     cleared: bool = False
     """Whether the rows of all experts were emptied for those that come one by one."""
     codes: tuple[object, Any] | None = None
@@ -93,7 +95,9 @@ class ObservedLayer:
         own_forward: bool = False,
     ) -> None:
         self.name = name
-        self.module = weakref.ref(module)
+        self.kept: dict[str, Any] = {}
+        """What waits for the next sample; gone with the module."""
+        self.module = weakref.ref(module, _clearing(self.kept))
         self.own = own
         """One of our FP8 layers: its real GEMMs are compared, and a plan can change it."""
         self.transposed = transposed
@@ -154,14 +158,20 @@ class ObservedLayer:
     def enter(self, frame: Frame) -> StepState:
         """The state of the step that fills this frame."""
         if self.step.frame is not frame:
-            self.step.close()
-            self.step = StepState(frame=frame)
+            if self.step.frame is not None:
+                self.leave()
+            self.step.frame = frame
         return self.step
 
     def leave(self) -> None:
         """The step is over. Frames take turns: a backward that comes too late must not find its old one."""
         self.step.close()
         self.step = StepState()
+
+    def close(self) -> None:
+        """No step comes any more."""
+        self.leave()
+        self.kept.clear()
 
     def fp8_module(self) -> Fp8Linear | Fp8GroupedLinear | None:
         """The module, if it is one of our FP8 layers and still exists."""
@@ -188,6 +198,11 @@ class ObservedLayer:
     def as_weight(self, parameter: Tensor) -> Tensor:
         """The same, of what `parameter` has found."""
         return parameter.mT if self.transposed else parameter
+
+
+def _clearing(kept: dict[str, Any]) -> Callable[[object], None]:
+    """What a weak reference calls: not a method, which would keep its layer alive."""
+    return lambda _: kept.clear()
 
 
 def stored(module: nn.Module, name: str) -> Tensor | None:

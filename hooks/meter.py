@@ -73,19 +73,24 @@ class Meter:
 
     def begin_layer(self) -> float:
         """Start a measurement of one layer."""
-        begun = self.begin()
+        self._layer_begun = now = time.perf_counter()
         self._operands = 0.0
         self._event = _event() if self.on_device else None
-        self._layer_begun = time.perf_counter()
-        return begun
+        if self._inside:
+            return 0.0
+        self._inside = now
+        return now
 
     def end_layer(self, begun: float, layer: str) -> None:
         """End it."""
         if self._event is not None:
             self._spans.append(_Span(layer, self._event, _event(), operands=False))
             self._event = None
-        seconds = time.perf_counter() - self._layer_begun
-        self.end(begun)
+        now = time.perf_counter()
+        seconds = now - self._layer_begun
+        if begun:
+            self._inside = 0.0
+            self.host_seconds += now - begun
         spent = self.layers.get(layer)
         if spent is None:
             spent = self.layers[layer] = LayerSeconds()

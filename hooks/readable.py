@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 _ORDINARY = (Tensor, nn.Parameter)
 
@@ -14,6 +15,9 @@ META = "meta tensor: it has no values"
 SPARSE = "sparse: not supported"
 TRANSFORMED = "inside a torch.func transform: not measured"
 _SUBCLASS = "stored as "
+
+# The stubs do not know the module.
+_functorch: Any = torch._C._functorch
 
 
 def unreadable(*tensors: Tensor | None) -> str:
@@ -50,9 +54,7 @@ def is_reason(remark: str) -> bool:
 
 def transformed() -> bool:
     """Whether torch.func (grad, vmap, jvp, ...) or forward-mode differentiation is at work around us."""
-    # The stubs do not know the module.
-    functorch: Any = torch._C._functorch
-    return functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0
+    return _functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 def capturing() -> bool:
@@ -74,14 +76,16 @@ def _reason(tensor: Tensor) -> str:
         # DTensor is not imported only to be recognised.
         sharded = kind.__name__ == "DTensor"
         return PARTITIONED if sharded else _kept_as(kind.__name__)
-    if tensor.device.type == "meta":
+    if tensor.is_meta:
         return META
     if tensor.layout is not torch.strided:
         return SPARSE
     if tensor.is_complex():
         return _kept_as(tensor.dtype)
-    # ZeRO-3 leaves an empty tensor in the place of a weight.
-    return PARTITIONED if (hasattr(tensor, "ds_shape") and tensor.numel() == 0) or is_freed(tensor) else ""
+    if tensor.numel() == 0:
+        # ZeRO-3 leaves an empty tensor in the place of a weight.
+        return PARTITIONED if hasattr(tensor, "ds_shape") else ""
+    return PARTITIONED if is_freed(tensor) else ""
 
 
 def _kept_as(kind: object) -> str:

@@ -31,6 +31,7 @@ SAMPLED_ROWS = 64
 DRAWN_AT_ONCE = 32
 """Samples of rows of one total: one alone costs as much."""
 _TOTALS_KEPT = 8
+_CPU = torch.device("cpu")
 _STRATA_END = SAMPLED_ROWS * (1 - 2**-50)
 """The last place of the last stratum: still below the total when its product with total / 64 has been rounded."""
 
@@ -61,7 +62,7 @@ class RowSampler:
             return torch.arange(total, device=device)
         drawn = self._drawn.get(total) or self._draw(total)
         rows = drawn.pop()
-        return rows if device.type == "cpu" else rows.to(device, non_blocking=True)
+        return rows if device == _CPU else rows.to(device, non_blocking=True)
 
     def _draw(self, total: int) -> list[Tensor]:
         """More samples of that many rows."""
@@ -77,7 +78,7 @@ class RowSampler:
 
 @dataclass(frozen=True, slots=True)
 class QuantisedWeight:
-    """A weight's FP8 codes from the read that measured it, for its emulated GEMMs: 1 byte a weight until they are over."""
+    """A weight's FP8 codes from the read that measured it, for its emulated GEMMs: 1 byte a weight."""
 
     codes: QuantizedTensor
     """[N, K] or [E, N, K] in tiles."""

@@ -112,7 +112,7 @@ def begin(session: Session, layer: ObservedLayer, *operands_seen: Tensor | None)
 def count(session: Session, layer: ObservedLayer, state: StepState) -> None:
     """A forward of the layer is counted in the sample in progress."""
     layer.seen, layer.seen_at = True, session.samples
-    if is_reason(layer.remark):
+    if layer.remark and is_reason(layer.remark):
         layer.remark = ""
     session.follow_scale()
     if state.outer_calls == ENDLESS:
@@ -145,33 +145,33 @@ def forward(
     if state is None or frame is None or (repeats is None and not counts_forward(state)):
         return None
     count(session, layer, state)
-    w, x_TK = call.w.detach(), call.x_TK.detach()
-    if repeats or state.w_measured or not _measure_together(session, layer, call, x_TK, w):
-        _measure_apart(session, layer, call, x_TK, w, state, frame, repeats=bool(repeats))
+    w = call.w.detach()
+    if repeats or state.w_measured or not _measure_together(session, layer, call, w):
+        _measure_apart(session, layer, call, w, state, frame, repeats=bool(repeats))
     state.w_measured = True
+    kept_x = None
     if call.needs_dw:
-        arrivals.watch(session, layer, state, accumulator(layer.parameter()))
-    kept_x = x_TK if call.needs_dw and judge.keeps_x(session, layer) else None
-    if call.lent and kept_x is not None:
-        kept_x = kept_x.clone()
+        parameter = layer.parameter()
+        arrivals.watch(session, layer, state, accumulator(parameter))
+        if judge.keeps_x(session, layer):
+            kept_x = call.x_TK.detach()
+            kept_x = kept_x.clone() if call.lent else kept_x
     return Use(session, layer, state, call, w, kept_x)
 
 
-def _measure_together(
-    session: Session, layer: ObservedLayer, call: GemmCall, x_TK: Tensor, w: Tensor
-) -> bool:
+def _measure_together(session: Session, layer: ObservedLayer, call: GemmCall, w: Tensor) -> bool:
     """Weight, x and the output of a dense layer in one call, where there is one for them."""
     if call.offsets is not None or call.expert is not None or call.whole is not None:
         return False
-    y_TN, bias_N = (None if each is None else each.detach() for each in (call.y_TN, call.bias_N))
-    return together.fprop(session, layer, x_TK, w, y_TN, bias_N, FOREIGN, columns=call.needs_dw)
+    return together.fprop(
+        session, layer, call.x_TK, w, call.y_TN, call.bias_N, FOREIGN, columns=call.needs_dw
+    )
 
 
 def _measure_apart(
     session: Session,
     layer: ObservedLayer,
     call: GemmCall,
-    x_TK: Tensor,
     w: Tensor,
     state: StepState,
     frame: Frame,
@@ -182,10 +182,11 @@ def _measure_apart(
         operands.measure_weight(session, layer, w if call.whole is None else call.whole.detach(), FOREIGN.w)
     if not repeats:
         with layer.narrowed(frame, call.expert):
-            _measure(session, layer, call, x_TK, w)
+            _measure(session, layer, call, w)
 
 
-def _measure(session: Session, layer: ObservedLayer, call: GemmCall, x_TK: Tensor, w: Tensor) -> None:
+def _measure(session: Session, layer: ObservedLayer, call: GemmCall, w: Tensor) -> None:
+    x_TK = call.x_TK.detach()
     col = Part.X_COL if call.needs_dw else None
     operands.measure(session, layer, x_TK, FOREIGN.x, row=Part.X_ROW, col=col, offsets=call.offsets)
     y_TN, bias_N = (None if each is None else each.detach() for each in (call.y_TN, call.bias_N))
@@ -203,10 +204,17 @@ def accumulator(weight: Tensor | None) -> Any:
     """The place in the graph where the weight's gradient arrives; None for a weight that gets none."""
     if weight is None or not weight.requires_grad:
         return None
-    with torch.enable_grad():
-        # None inside an operator of a compiled graph: there the graph itself says which gradients come.
-        node = weight.grad_fn or weight.view_as(weight).grad_fn
-    return node if node is None or weight.grad_fn is not None else node.next_functions[0][0]
+    node = weight.grad_fn
+    if node is not None:
+        return node
+    gradients = torch.is_grad_enabled()
+    torch._C._set_grad_enabled(True)
+    try:
+        view = weight.view_as(weight).grad_fn
+    finally:
+        torch._C._set_grad_enabled(gradients)
+    # None inside an operator of a compiled graph: there the graph itself says which gradients come.
+    return None if view is None else view.next_functions[0][0]
 
 
 def reaches(node: Any) -> bool:
@@ -237,6 +245,8 @@ def listen(y: Tensor, use: Use) -> None:
 class _Arrival:
     """Hook of a node of the graph: picks the gradient of one of its outputs."""
 
+    __slots__ = ("output", "use")
+
     def __init__(self, use: Use, output: int) -> None:
         self.use, self.output = use, output
 
@@ -252,6 +262,11 @@ class Use:
     It counts once: the first backward that reaches the weight. A second one through a retained graph, and one for
     the inputs alone (a gradient penalty's), add nothing.
     """
+
+    __slots__ = (
+        "__weakref__", "arranged", "counted", "expected", "expert", "layer", "needs_dw", "needs_dx", "node", "offsets",
+        "session", "state", "versions", "w", "x_TK",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -294,7 +309,9 @@ class Use:
 
     def _measure(self, dy: Tensor) -> None:
         layer, session = self.layer, self.session
-        dy_TN = (dy if self.arranged is None else self.arranged(dy)).detach().reshape(-1, self.w.shape[-2])
+        dy_TN = dy if self.arranged is None else self.arranged(dy)
+        if dy_TN.dim() != 2:
+            dy_TN = dy_TN.reshape(-1, self.w.shape[-2])
         dense = self.offsets is None and self.expert is None and self.needs_dx
         overwritten = self._overwritten()
         if overwritten or not dense or not self._measured_together(dy_TN):
@@ -311,8 +328,7 @@ class Use:
 
     def _measured_together(self, dy_TN: Tensor) -> bool:
         """dy and the emulated dgrad of a dense layer in one call, where there is one for them."""
-        if is_freed(self.w):
-            return False
+        # Codes of a weight that sharding has freed since are no codes of it: its address is another one.
         return together.dgrad(self.session, self.layer, dy_TN, self.w, FOREIGN, columns=self.needs_dw)
 
     def _freed(self) -> bool:
@@ -337,5 +353,6 @@ class Use:
             )
         return overwritten
 
-    def _versions(self) -> list[int | None]:
-        return [version_of(kept) for kept in (self.w, self.x_TK) if kept is not None]
+    def _versions(self) -> tuple[int | None, int | None]:
+        x_TK = self.x_TK
+        return version_of(self.w), None if x_TK is None else version_of(x_TK)

@@ -29,16 +29,22 @@ _GRID = "6d 2q"
 _USE = struct.Struct(f"{_MATRIX} {_MATRIX} {_MATRIX} {_GRID} {_GRID} 14q")
 """`struct Use` of cpp/use.h."""
 _NO_MATRIX = (0, 0, 0, 0, 0)
+_STATS_BYTES = 4 * VECTOR_LENGTH * 8
+_ROOMS_AT_ONCE = 64
+"""Rooms for the results of one call: one alone costs as much."""
+
+_Room = tuple[tuple[NDArray[np.float64], ...], memoryview, int]
+"""Statistics, [1, V] each, behind them the seconds, all zeros; and the address of the first."""
+_rooms: list[_Room] = []
+"""Not used yet."""
 
 
 @dataclass(slots=True)
 class Measured:
     """What one call found."""
 
-    stats: NDArray[np.float64]
-    """[4, V]: of the operand in rows and in columns, of the weight in tiles, of the product; zeros where not wanted."""
-    codes: QuantizedTensor | None
-    """The weight's, where its statistics were wanted."""
+    stats: tuple[NDArray[np.float64], ...]
+    """[1, V] each: of the operand in rows, in columns, of the weight in tiles, of the product; zeros where not wanted."""
     judged: bool
     """Whether the product was compared; not for numbers that matrix tiles cannot multiply."""
     operand_seconds: float
@@ -56,16 +62,18 @@ def _library() -> ctypes.CDLL | None:
     return loaded
 
 
+@cache
+def _available() -> bool:
+    """Whether this processor has matrix tiles, and this process uses them by the native kernels."""
+    if _library() is None or native_gemm.level() < native_exact.TILE_LEVEL:
+        return False
+    return tiles.multiplies_codes(torch.empty(0, device="cpu"))
+
+
 def fits(operand_TC: Tensor, w_NK: Tensor, operand: OperandFormat, weight: OperandFormat) -> bool:
     """Whether `measure` takes these: float32 or bfloat16 matrices on a CPU with matrix tiles, block scales of their own."""
     return (
-        _library() is not None
-        and native_gemm.level() >= native_exact.TILE_LEVEL
-        and tiles.multiplies_codes(w_NK)
-        and operand.is_plain
-        and weight.is_plain
-        and _is_matrix(operand_TC)
-        and _is_matrix(w_NK)
+        operand.is_plain and weight.is_plain and _is_matrix(operand_TC) and _is_matrix(w_NK) and _available()
     )
 
 
@@ -82,42 +90,42 @@ def measure(
     operand: OperandFormat,
     weight: OperandFormat,
     wants: tuple[bool, bool],
-    forward: bool,
+    codes: QuantizedTensor,
+    weighs: bool,
     y_TN: Tensor | None = None,
     bias_N: Tensor | None = None,
-    codes: QuantizedTensor | None = None,
 ) -> Measured:
     """TensorStats of x [T,K] or dy [T,N] in rows and columns (`wants`), and the sampled rows of its product with w.
 
-    `forward`: x w^T + b against y. Otherwise dy w against its FP8 product with the weight's codes. Without `codes` the
-    weight is quantised and measured too. `rows` are int64 [R] on the CPU. Sums and products are those of `layout_stats`,
-    `tensor_stats`, `native_exact` and `native_gemm`. Only for what `fits`.
+    With y: x w^T + b against it. Otherwise dy w against its FP8 product with the weight's codes. `weighs`: the weight is
+    quantised into `codes` and measured too. `rows` are int64 [R] on the CPU, one behind the other. Sums and products are
+    those of `layout_stats`, `tensor_stats`, `native_exact` and `native_gemm`. Only for what `fits`.
     """
-    stats = np.zeros((4, VECTOR_LENGTH))
-    seconds = ctypes.c_double()
-    weighs = codes is None
-    codes = _room(w_NK, weight.fmt) if codes is None else codes
-    bias = None if bias_N is None else bias_N.to(torch.float32).contiguous()
-    rows = rows.contiguous()
+    stats, seconds, address = _room()
+    bias = bias_N
+    if bias is not None and (bias.dtype != torch.float32 or not bias.is_contiguous()):
+        bias = bias.to(torch.float32).contiguous()
+    tokens, columns = operand_TC.shape
+    features, inputs = w_NK.shape
     job = _USE.pack(
         *_matrix(operand_TC),
         *_matrix(w_NK),
         *(_NO_MATRIX if y_TN is None else _matrix(y_TN)),
         *_grid(operand.fmt, operand.scale, operand.multiplier),
-        operand_TC.numel() <= native.WIDE_SUMS_ELEMENTS,
+        tokens * columns <= native.WIDE_SUMS_ELEMENTS,
         *_grid(weight.fmt, weight.scale, weight.multiplier),
-        w_NK.numel() <= native.WIDE_SUMS_ELEMENTS,
-        forward,
+        features * inputs <= native.WIDE_SUMS_ELEMENTS,
+        y_TN is not None,
         rows.data_ptr(),
         rows.shape[0],
         0 if bias is None else bias.data_ptr(),
         native.edges_address(),
-        stats.__array_interface__["data"][0],
+        address,
         *wants,
         weighs,
         codes.data.data_ptr(),
         codes.scale.data_ptr(),
-        ctypes.addressof(seconds),
+        address + _STATS_BYTES,
         *team(),
     )
     loaded = _library()
@@ -125,14 +133,28 @@ def measure(
     outcome = loaded.fp8_native_use(job, native.level(), native_gemm.level())
     if outcome < 0:
         raise MemoryError(f"no memory to measure {list(operand_TC.shape)} by {list(w_NK.shape)}")
-    return Measured(stats, codes if weighs else None, outcome == 0, seconds.value)
+    return Measured(stats, outcome == 0, seconds[0])
 
 
-def _room(w_NK: Tensor, fmt: str) -> QuantizedTensor:
+def room_for_codes(w_NK: Tensor, fmt: str) -> QuantizedTensor:
+    """Where `measure` may put the codes of a weight of this shape."""
     rows, columns = w_NK.shape
     data = torch.empty((rows, columns), dtype=torch.uint8, device="cpu")
     scale = torch.empty((-(-rows // BLOCK), -(-columns // BLOCK)), dtype=torch.float32, device="cpu")
     return QuantizedTensor(data.view(get_format(fmt).dtype), scale, "tile", fmt)
+
+
+def _room() -> _Room:
+    """Room for the results of one call."""
+    try:
+        return _rooms.pop()
+    except IndexError:
+        arena = np.zeros((_ROOMS_AT_ONCE, 4 * VECTOR_LENGTH + 1))
+        stats = arena[:, :-1].reshape(_ROOMS_AT_ONCE, 4, 1, VECTOR_LENGTH)
+        first, each = arena.ctypes.data, arena.strides[0]
+        rooms = [(tuple(stats[at]), arena[at, -1:].data, first + at * each) for at in range(_ROOMS_AT_ONCE)]
+        _rooms.extend(rooms[1:])
+        return rooms[0]
 
 
 def _matrix(x_RC: Tensor) -> tuple[int, int, int, int, int]:
@@ -149,6 +171,5 @@ def _grid(fmt: str, scale: str, multiplier: float) -> tuple[float, ...]:
 
 def _is_matrix(x_RC: Tensor) -> bool:
     """Whether the library can read this matrix where it lies."""
-    if x_RC.dim() != 2 or x_RC.stride(1) != 1 or not x_RC.numel():
-        return False
-    return native_exact.is_read(x_RC)
+    strides = x_RC.stride()
+    return len(strides) == 2 and strides[1] == 1 and 0 not in x_RC.shape and native_exact.is_read(x_RC)

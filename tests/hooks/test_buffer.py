@@ -40,6 +40,30 @@ def test_a_nan_amax_is_not_lost() -> None:
         assert math.isnan(frame.snapshot().numpy()[0, AMAX])
 
 
+def test_rows_are_there_for_everybody_who_reads_and_merge_with_what_comes_after() -> None:
+    frame = Frame(4, CPU)
+    frame.add_row(1, vectors(1, 3.0).numpy())
+    frame.add_row(2, vectors(1, 5.0).numpy())
+    assert (frame.values[1:3, 0].numpy() == [3.0, 5.0]).all()
+    parts = [vectors(1, 3.0), vectors(1, 7.0), vectors(1, 1.0)]
+    frame.add(1, parts[1])
+    frame.add_row(1, parts[2].numpy())
+    frame.add_row(3, vectors(1, 9.0).numpy())
+    wanted = TensorStats.merge(TensorStats.from_vector(part[0].numpy()) for part in parts).to_vector()
+    values = frame.snapshot().numpy()
+    assert (values[1] == wanted).all()
+    assert (values[[0, 2, 3], 0] == [0.0, 5.0, 9.0]).all()
+    assert frame.filled == {1, 2, 3}
+
+
+def test_rows_that_nobody_read_are_gone_with_their_step() -> None:
+    frame = Frame(2, CPU)
+    frame.add_row(0, vectors(1, 3.0).numpy())
+    frame.begin()
+    frame.add_row(1, vectors(1, 5.0).numpy())
+    assert (frame.values[:, 0].numpy() == [0.0, 5.0]).all()
+
+
 def test_a_frame_that_is_taken_again_starts_empty_and_a_snapshot_keeps_its_values() -> None:
     ring = Ring(1, CPU, size=1)
     first = ring.acquire()

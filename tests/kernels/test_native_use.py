@@ -39,21 +39,21 @@ def test_a_forward(
     )
     y_TN = (x_TK.float() @ w_NK.T + bias_N).bfloat16()
     rows = torch.randperm(tokens, generator=generator)[:64].sort().values
+    room = native_use.room_for_codes(w_NK, "e4m3")
     found = native_use.measure(
-        x_TK, w_NK, rows, operand=PRECISION.x, weight=PRECISION.w, wants=(True, columns), forward=True,
-        y_TN=y_TN, bias_N=bias_N,
+        x_TK, w_NK, rows, operand=PRECISION.x, weight=PRECISION.w, wants=(True, columns), codes=room,
+        weighs=True, y_TN=y_TN, bias_N=bias_N,
     )  # fmt: skip
     of_x, (of_w, codes) = layout_stats(x_TK).numpy(), recompute.weigh(w_NK, PRECISION.w)
-    np.testing.assert_allclose(found.stats[ROW], of_x[0], rtol=3e-8)
-    np.testing.assert_allclose(found.stats[COL], of_x[1] if columns else 0.0, rtol=3e-8)
-    np.testing.assert_array_equal(found.stats[WEIGHT], of_w[0].numpy())
+    np.testing.assert_allclose(found.stats[ROW][0], of_x[0], rtol=3e-8)
+    np.testing.assert_allclose(found.stats[COL][0], of_x[1] if columns else 0.0, rtol=3e-8)
+    np.testing.assert_array_equal(found.stats[WEIGHT][0], of_w[0].numpy())
     assert found.judged
     assert codes is not None
-    assert found.codes is not None
-    assert torch.equal(found.codes.data.view(torch.uint8), codes.codes.data.view(torch.uint8))
-    assert torch.equal(found.codes.scale, codes.codes.scale)
+    assert torch.equal(room.data.view(torch.uint8), codes.codes.data.view(torch.uint8))
+    assert torch.equal(room.scale, codes.codes.scale)
     exact_RN = x_TK[rows].double() @ w_NK.double().T + bias_N.double()
-    assert_compares(found.stats[PRODUCT], exact_RN, y_TN[rows].double())
+    assert_compares(found.stats[PRODUCT][0], exact_RN, y_TN[rows].double())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -68,16 +68,17 @@ def test_an_emulated_input_gradient(
     _, weight = recompute.weigh(w_NK, PRECISION.w)
     assert weight is not None
     found = native_use.measure(
-        dy_TN, w_NK, rows, operand=PRECISION.dy, weight=PRECISION.w, wants=(True, True), forward=False,
-        codes=weight.codes,
+        dy_TN, w_NK, rows, operand=PRECISION.dy, weight=PRECISION.w, wants=(True, True), codes=weight.codes,
+        weighs=False,
     )  # fmt: skip
-    np.testing.assert_allclose(found.stats[[ROW, COL]], layout_stats(dy_TN).numpy(), rtol=3e-8)
+    np.testing.assert_allclose(
+        np.concatenate(found.stats[ROW : COL + 1]), layout_stats(dy_TN).numpy(), rtol=3e-8
+    )
     assert found.judged
-    assert found.codes is None
     assert not found.stats[WEIGHT].any()
     dyq_RN = round_trip(dy_TN[rows], "row", PRECISION.dy).double()
     actual_RK = dyq_RN @ weight.codes.dequantize().double()
-    assert_compares(found.stats[PRODUCT], dy_TN[rows].double() @ w_NK.double(), actual_RK)
+    assert_compares(found.stats[PRODUCT][0], dy_TN[rows].double() @ w_NK.double(), actual_RK)
 
 
 def assert_compares(vector: np.ndarray, exact: torch.Tensor, actual: torch.Tensor) -> None:
@@ -96,12 +97,12 @@ def test_what_tiles_cannot_multiply_is_measured_all_the_same(generator: torch.Ge
     x_TK[3, 4] = float("inf")
     rows = torch.arange(64)
     found = native_use.measure(
-        x_TK, w_NK, rows, operand=PRECISION.x, weight=PRECISION.w, wants=(True, True), forward=True,
-        y_TN=x_TK @ w_NK.T,
+        x_TK, w_NK, rows, operand=PRECISION.x, weight=PRECISION.w, wants=(True, True),
+        codes=native_use.room_for_codes(w_NK, "e4m3"), weighs=True, y_TN=x_TK @ w_NK.T,
     )  # fmt: skip
     assert not found.judged
     assert not found.stats[PRODUCT].any()
-    assert found.stats[ROW][COLUMNS.index("inf")] == 1
+    assert found.stats[ROW][0, COLUMNS.index("inf")] == 1
     assert found.stats[WEIGHT].any()
 
 

@@ -7,7 +7,6 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ import torch
 from fp8_safeguard.hooks import recompute
 from fp8_safeguard.kernels import LinearPrecision, native_use
 from fp8_safeguard.kernels import team as threads
+from fp8_safeguard.kernels.quantized import QuantizedTensor
 
 PRECISION = LinearPrecision()
 X, W = torch.zeros(2, 3), torch.zeros(4, 3)
@@ -34,23 +34,32 @@ def three_threads() -> Iterator[None]:
 
 
 def used(
-    x_TK: torch.Tensor, w_NK: torch.Tensor, y_TN: torch.Tensor | None, **how: Any
+    x_TK: torch.Tensor,
+    w_NK: torch.Tensor,
+    y_TN: torch.Tensor | None,
+    codes: QuantizedTensor,
+    *,
+    weighs: bool = True,
 ) -> native_use.Measured:
     rows = torch.arange(0, len(x_TK), max(1, len(x_TK) // 64))[:64]
     return native_use.measure(
-        x_TK, w_NK, rows, operand=PRECISION.x, weight=PRECISION.w, wants=(True, True), y_TN=y_TN, **how
-    )
+        x_TK, w_NK, rows, operand=PRECISION.x, weight=PRECISION.w, wants=(True, True), y_TN=y_TN, codes=codes,
+        weighs=weighs,
+    )  # fmt: skip
 
 
-def both_ways(x_TK: torch.Tensor, w_NK: torch.Tensor) -> list[native_use.Measured]:
-    """A forward, an input gradient with codes, and one that makes them too."""
+def both_ways(
+    x_TK: torch.Tensor, w_NK: torch.Tensor
+) -> tuple[list[native_use.Measured], list[QuantizedTensor]]:
+    """A forward, an input gradient with its codes, and one that makes them too; the codes."""
     dy_TN = x_TK @ w_NK.T.to(x_TK.dtype)
-    forward = used(x_TK, w_NK, dy_TN, forward=True)
-    return [
-        forward,
-        used(dy_TN, w_NK, None, forward=False, codes=forward.codes),
-        used(dy_TN, w_NK, None, forward=False),
+    rooms = [native_use.room_for_codes(w_NK, "e4m3") for _ in range(2)]
+    found = [
+        used(x_TK, w_NK, dy_TN, rooms[0]),
+        used(dy_TN, w_NK, None, rooms[0], weighs=False),
+        used(dy_TN, w_NK, None, rooms[1]),
     ]
+    return found, rooms
 
 
 @needs_tiles
@@ -68,18 +77,18 @@ def test_any_number_of_threads_gives_the_same_bits(
     x_TK[5, 7], x_TK[-1] = 3e4, 0.0
     w_NK = torch.randn(features, inputs, generator=generator)
     monkeypatch.setattr(native_use, "team", lambda: threads.ALONE)
-    alone = both_ways(x_TK, w_NK)
+    alone, codes = both_ways(x_TK, w_NK)
     for size in (2, 3, 7):
         monkeypatch.setattr(native_use, "team", lambda size=size: (size, threads.runtime()))
-        for one, several in zip(alone, both_ways(x_TK, w_NK), strict=True):
+        shared, codes_shared = both_ways(x_TK, w_NK)
+        for one, several in zip(alone, shared, strict=True):
             np.testing.assert_array_equal(several.stats, one.stats)
             assert several.judged
             assert one.judged
-            assert (several.codes is None) == (one.codes is None)
-            if one.codes is not None and several.codes is not None:
-                assert torch.equal(several.codes.data.view(torch.uint8), one.codes.data.view(torch.uint8))
-                assert torch.equal(several.codes.scale, one.codes.scale)
             assert several.operand_seconds > 0
+        for known, other in zip(codes, codes_shared, strict=True):
+            assert torch.equal(other.data.view(torch.uint8), known.data.view(torch.uint8))
+            assert torch.equal(other.scale, known.scale)
 
 
 @needs_tiles
@@ -92,10 +101,10 @@ def test_numbers_that_tiles_cannot_multiply_are_found_by_every_thread(
     w_NK[850, 3] = 1e30
     for team in (threads.ALONE, (3, threads.runtime())):
         monkeypatch.setattr(native_use, "team", lambda team=team: team)
-        found = used(x_TK, w_NK, x_TK @ w_NK.T, forward=True)
+        found = used(x_TK, w_NK, x_TK @ w_NK.T, native_use.room_for_codes(w_NK, "e4m3"))
         assert not found.judged
         of_w, _ = recompute.weigh(w_NK, PRECISION.w)
-        np.testing.assert_array_equal(found.stats[native_use.WEIGHT], of_w[0].numpy())
+        np.testing.assert_array_equal(found.stats[native_use.WEIGHT][0], of_w[0].numpy())
 
 
 @needs_openmp
@@ -134,11 +143,12 @@ def test_a_forked_child_measures_alone(three_threads: None, generator: torch.Gen
     """The parent's threads are not there: a team would wait for them for ever."""
     x_TK, w_NK = torch.randn(512, 256, generator=generator), torch.randn(512, 256, generator=generator)
     y_TN = x_TK @ w_NK.T
-    expected = used(x_TK, w_NK, y_TN, forward=True).stats
+    codes = native_use.room_for_codes(w_NK, "e4m3")
+    expected = np.concatenate(used(x_TK, w_NK, y_TN, codes).stats)
     child = os.fork()
     if not child:
         try:
-            same = np.array_equal(used(x_TK, w_NK, y_TN, forward=True).stats, expected)
+            same = np.array_equal(np.concatenate(used(x_TK, w_NK, y_TN, codes).stats), expected)
             os._exit(0 if same and threads.team() == threads.ALONE else 3)
         finally:
             os._exit(4)
