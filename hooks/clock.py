@@ -195,13 +195,17 @@ class Discards:
         self._watched, self._handles, self._arrived = None, [], False
 
     def before(self) -> None:
-        """A gradient is about to be added to the watched weight's, or `torch.autograd.grad` has asked for one."""
+        """A gradient is about to be added to the watched weight's, or `torch.autograd.grad` has asked for one.
+
+        Of two threads' backwards both may find none: then none has arrived before either of them.
+        """
         weight = self._weight()
-        self._alone = weight is not None and weight.grad is None
+        self._alone = self._arrived and weight is not None and weight.grad is None
 
     def after(self) -> None:
         """It has been added, or has become the weight's."""
-        if self._arrived and self._alone:
+        if self._alone:
+            self._alone = False
             self._discard()
         self._arrived = True
         on_endless = self._on_endless()

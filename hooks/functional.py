@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -159,6 +160,8 @@ class _Tier:
         """Layers that are looked for in the forward of every module around them, and since which sample."""
         self._beside: set[str] = set()
         """Layers with products beside their modules' calls."""
+        self._inside: set[int] = set()
+        """Threads in an audited forward of the model."""
         self._samples = 0
         model = session.model()
         if model is None:
@@ -193,6 +196,8 @@ class _Tier:
             if session.samples != self._samples:
                 self._look_around()
             audited = self._audited() if scope.is_model and not session.samples else []
+            if audited:
+                self._inside.add(threading.get_ident())
             if session.measuring and (scope.layers or audited):
                 begun = session.meter.begin()
                 if not _holds_compiled(scope, module):
@@ -206,6 +211,8 @@ class _Tier:
         session = self.session
         try:
             self.watcher.leave(scope)
+            if scope.is_model:
+                self._inside.discard(threading.get_ident())
             if (
                 scope.is_model
                 and session.measuring
@@ -222,10 +229,14 @@ class _Tier:
         return [layer for layer in self.session.layers if not layer.functional and not layer.own]
 
     def _compare(self) -> None:
-        """A call of a linear module makes one product: more of them come from somewhere else."""
-        for layer, products in self.watcher.products.items():
-            if products > layer.step.outer_calls:
-                self._beside.add(layer.name)
+        """A call of a linear module makes one product: more of them come from somewhere else.
+
+        Each other thread may just have made one whose call is counted in a moment.
+        """
+        with self.session.lock:
+            for layer, products in self.watcher.products.items():
+                if products > layer.step.outer_calls + len(self._inside):
+                    self._beside.add(layer.name)
 
     def _look_around(self) -> None:
         """After a sample: layers that were not seen may be multiplied in the forward of any module around them."""

@@ -166,7 +166,8 @@ class Watcher:
         weights = [weight for weight in map(self.find, operands) if weight is not None]
         if self._scopes.audited:
             found = (_look_up([self._scopes.audited], value) for value in operands)
-            self.products.update(weight.layer for weight in found if weight is not None)
+            with self.session.lock:
+                self.products.update(weight.layer for weight in found if weight is not None)
         if not weights or not isinstance(output, Tensor) or "out" in kwargs:
             return
         reason = unreadable(*operands)

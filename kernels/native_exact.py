@@ -92,9 +92,7 @@ def compare_rows(
         return None
     if not (_is_dense(exact_RC) and _is_dense(actual_RC)):
         return None
-    if bias_C is not None and not (
-        bias_C.dtype == torch.float32 and is_read(bias_C) and bias_C.is_contiguous()
-    ):
+    if bias_C is not None and not (is_read(bias_C) and is_bias(bias_C, exact_RC.shape[1])):
         return None
     places = _listed(places)
     stats = torch.zeros(VECTOR_LENGTH, dtype=torch.float64, device="cpu")
@@ -111,6 +109,11 @@ def compare_rows(
     )
     loaded.fp8_native_compare(job, native.level())
     return stats
+
+
+def is_bias(bias: Tensor, columns: int) -> bool:
+    """Whether these are float32 numbers for so many columns, one behind the other."""
+    return bias.dtype == torch.float32 and bias.shape == (columns,) and bias.is_contiguous()
 
 
 def _listed(places: Tensor | None) -> Tensor | None:

@@ -102,11 +102,12 @@ def measure(
     those of `layout_stats`, `tensor_stats`, `native_exact` and `native_gemm`. Only for what `fits`.
     """
     stats, seconds, address = _room()
-    bias = bias_N
-    if bias is not None and (bias.dtype != torch.float32 or not bias.is_contiguous()):
-        bias = bias.to(torch.float32).contiguous()
     tokens, columns = operand_TC.shape
     features, inputs = w_NK.shape
+    bias = bias_N
+    if bias is not None and not native_exact.is_bias(bias, features):
+        # One element stands for all.
+        bias = bias.to(torch.float32).reshape(-1).expand(features).contiguous()
     job = _USE.pack(
         *_matrix(operand_TC),
         *_matrix(w_NK),

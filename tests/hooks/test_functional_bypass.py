@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -195,6 +196,35 @@ def test_a_product_beside_the_modules_own_calls_is_found_with_the_first_sample(
     assert got["once x row"].count == 2 * 5 * WIDTH
     status = {name: row["status"] for name, row in rows(guard).items()}
     assert status == {"inner.head": "adapted", "once": "observed"}
+
+
+def test_another_threads_product_is_none_beside_the_modules_calls(watch: Watch, read: Read) -> None:
+    """One thread stands between a layer's product and our hook while another goes through the whole model."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    between, through = threading.Event(), threading.Event()
+
+    def stands(*_: Any) -> None:
+        if threading.current_thread().name == "stands" and not between.is_set():
+            between.set()
+            assert through.wait(20)
+
+    guard = watch(model, every=1)
+    model[0].register_forward_hook(stands, prepend=True)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+
+    def run() -> None:
+        model(torch.randn(5, WIDTH)).square().sum().backward()
+
+    for _ in range(2):
+        thread = threading.Thread(target=run, name="stands")
+        thread.start()
+        assert between.wait(20)
+        run()
+        through.set()
+        thread.join(20)
+        optimizer.step()
+        assert read(guard)["0 x row"].count == read(guard)["0 dy row"].count == 2 * 5 * WIDTH
+    assert rows(guard)["0"]["status"] == "observed"
 
 
 def test_a_layer_that_is_called_late_is_still_seen_by_its_hook(both: Both, read: Read) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import types
 from collections.abc import Callable
 from typing import Any
@@ -146,6 +147,26 @@ def test_a_run_that_never_takes_a_step_is_reported_too(trainer: Any) -> None:
     sent = made.samples()
     assert [sample["step"] for sample in sent[:3]] == [0, 1, 2]
     assert all(_nonfinite(sample) for sample in sent)
+
+
+def test_backwards_of_two_threads_that_meet_at_a_weight_discard_nothing(trainer: Any) -> None:
+    made = trainer(every=1)
+    meet = threading.Barrier(2)
+
+    def wait(_: torch.Tensor) -> None:
+        meet.wait(10)
+
+    handle = made.loop.model[0].weight.register_hook(wait)
+    for _ in range(2):
+        threads = [threading.Thread(target=made.loop.micro_batch) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+        made.loop.optimizer.step()
+        made.loop.optimizer.zero_grad()
+    handle.remove()
+    assert [(_rows(sample), _discarded(sample)) for sample in made.samples()] == [(8, 0), (8, 0)]
 
 
 @pytest.mark.parametrize("every", [1, 3])

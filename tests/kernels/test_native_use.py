@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from fp8_safeguard.hooks import recompute
 from fp8_safeguard.kernels import LinearPrecision, layout_stats, native_use
@@ -54,6 +55,22 @@ def test_a_forward(
     assert torch.equal(room.scale, codes.codes.scale)
     exact_RN = x_TK[rows].double() @ w_NK.double().T + bias_N.double()
     assert_compares(found.stats[PRODUCT][0], exact_RN, y_TN[rows].double())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_bias_of_one_element_is_every_outputs(dtype: torch.dtype, generator: torch.Generator) -> None:
+    """As torch.nn.functional.linear takes it."""
+    x_TK, w_NK = torch.randn(9, 32, generator=generator), torch.randn(640, 32, generator=generator)
+    bias, rows = torch.tensor([0.5], dtype=dtype), torch.arange(9)
+    y_TN = F.linear(x_TK, w_NK, bias.float())
+    found = native_use.measure(
+        x_TK, w_NK, rows, operand=PRECISION.x, weight=PRECISION.w, wants=(True, True),
+        codes=native_use.room_for_codes(w_NK, "e4m3"), weighs=True, y_TN=y_TN, bias_N=bias,
+    )  # fmt: skip
+    exact_RN = x_TK.double() @ w_NK.double().T + 0.5
+    assert_compares(found.stats[PRODUCT][0], exact_RN, y_TN.double())
+    vector = recompute.compare(x_TK @ w_NK.T, y_TN, None, bias.float())
+    assert_compares(vector.numpy(), exact_RN, y_TN.double())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
