@@ -39,8 +39,7 @@ void gemm(const GemmJob &job);
 namespace {
 
 // Whether the processor has bfloat16 tiles (and permutes bytes, as all that have them do) and Linux lets this process use
-// them. A process asks once
-// (Documentation/arch/x86/xstate.rst).
+// them. A process asks once (Documentation/arch/x86/xstate.rst).
 bool tiles_allowed() {
 #if defined(FP8_HAS_AMX)
   constexpr unsigned VBMI = 1u << 1, BF16 = 1u << 22, TILE = 1u << 24;

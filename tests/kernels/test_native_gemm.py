@@ -1,5 +1,7 @@
 """The native GEMM with each instruction set against float64 products of the dequantised operands."""
 
+import subprocess
+import sys
 from itertools import pairwise
 from typing import Any
 
@@ -129,6 +131,13 @@ class TestFewRows:
         a, b = coded(small[0], torch.full((64, 2), 2.0**100)), coded(strided(small[1], "turned"), b_scale)
         assert_close(native_gemm.gemm_nt(a, b, torch.float32), exact(a), exact(b), quanta=1)
 
+    def test_nothing_is_read_behind_the_last_code(self, instruction_set: int) -> None:
+        """Behind it lies memory that nobody may read: a read would end the process, so another one multiplies."""
+        found = subprocess.run(
+            [sys.executable, "-c", LAST_CODE, str(instruction_set)], capture_output=True, text=True
+        )
+        assert found.returncode == 0, found.stderr
+
     def test_out_gets_nothing_beyond_its_edges(self, generator: torch.Generator) -> None:
         a, b = quantize(wide(33, 128, generator)), quantize(wide(40, 128, generator))
         b = coded(strided(b.data.view(torch.uint8), "turned"), b.scale)
@@ -137,6 +146,28 @@ class TestFewRows:
         assert_close(out[:33, :40], exact(a), exact(b))
         assert not out[33:].any()
         assert not out[:, 40:].any()
+
+
+LAST_CODE = """
+import ctypes, mmap, sys
+import torch
+from fp8_safeguard.kernels import QuantizedTensor, native_gemm
+
+assert native_gemm.level() >= int(sys.argv[1])  # asking allows the process matrix tiles
+native_gemm.level = lambda: int(sys.argv[1])
+page, depth, columns = mmap.PAGESIZE, 128, 40
+memory = mmap.mmap(-1, 3 * page)
+whole = torch.frombuffer(memory, dtype=torch.uint8)
+libc = ctypes.CDLL(None, use_errno=True)
+assert libc.mprotect(ctypes.c_void_p(whole.data_ptr() + 2 * page), ctypes.c_size_t(page), 0) == 0
+lines = whole[2 * page - depth * columns : 2 * page].view(depth, columns)
+lines.fill_(0x38)
+a, b = (
+    QuantizedTensor(codes.view(torch.float8_e4m3fn), torch.ones(codes.shape[0], 1), "row", "e4m3")
+    for codes in (torch.full((64, depth), 0x38, dtype=torch.uint8), lines.t())
+)
+assert (native_gemm.gemm_nt(a, b, torch.float32) == depth).all()
+"""
 
 
 def codes_and_scales(rows: int, depth: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
